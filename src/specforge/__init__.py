@@ -1,0 +1,3 @@
+"""SpecForge trains draft models for speculative decoding."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""Metrics, held-out evaluation and real speculative decoding."""

@@ -1,0 +1,1 @@
+"""From checkpoints to the folders that serving engines load."""

@@ -1,0 +1,1 @@
+"""From prompts to features and answers with the frozen target."""

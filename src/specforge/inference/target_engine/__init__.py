@@ -1,0 +1,1 @@
+"""One module a way of running the frozen target."""

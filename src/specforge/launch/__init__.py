@@ -1,0 +1,1 @@
+"""From a frozen run to processes."""

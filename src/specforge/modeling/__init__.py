@@ -1,0 +1,1 @@
+"""Draft architectures, wirings and the frozen parts of the target; single-device code."""

@@ -1,0 +1,1 @@
+"""One module an architecture: what a draft layer is made of."""

@@ -1,0 +1,1 @@
+"""One module an algorithm family: what flows through the layers."""

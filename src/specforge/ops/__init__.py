@@ -1,0 +1,1 @@
+"""Numerical kernels: a plain torch reference beside each fast version."""

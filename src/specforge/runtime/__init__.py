@@ -1,0 +1,1 @@
+"""Substrate without algorithms: contracts, control plane, data plane."""

@@ -1,0 +1,1 @@
+"""Who may use which sample: metadata only, never a tensor."""

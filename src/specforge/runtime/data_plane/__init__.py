@@ -1,0 +1,1 @@
+"""Where features lie and how they become batches: tensors, never a decision."""

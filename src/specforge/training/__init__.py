@@ -1,0 +1,1 @@
+"""The training core, the same for every strategy and topology."""

@@ -1,0 +1,1 @@
+"""One module an algorithm: capture needs, loss, proposals, export half."""

@@ -1,0 +1,79 @@
+"""The contract of a strategy: what it takes from the target, which module it trains, its loss and its proposals.
+
+A strategy owns an algorithm; the architecture (``modeling/draft``) owns what a layer is made of; neither knows where features
+come from. Adding one is this interface in one module, one YAML in ``conf/strategy`` and one test.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+
+from specforge.runtime.contracts import CaptureSpec, StepContext, StepOutput, TrainBatch
+
+if TYPE_CHECKING:
+    from specforge.data.vocabulary_map import VocabularyMap
+    from specforge.evaluation.proposer import Proposer
+    from specforge.export.weight_map import OuterExport
+    from specforge.modeling.draft.base import DraftArchitecture
+    from specforge.modeling.target import TargetHead
+    from specforge.modeling.target_facts import TargetFacts
+
+# Of every legal row or anchor, in document order: document id [R], place in its document [R], which of steps 0 … n−1 are right,
+# bool [R, n] (never where not supervised), and which are supervised, bool [R, n].
+PrefixCorrectness = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class DraftTrainStrategy(ABC):
+    """One training algorithm. Instances are made by ``config.build`` from ``conf/strategy/<name>.yaml`` and hold no weights."""
+
+    name: ClassVar[str]
+    # Architecture name -> the class that SGLang loads this pair as (conventions §5); pairs that are not here are not served.
+    serving_classes: ClassVar[dict[str, str]] = {}
+
+    @abstractmethod
+    def aux_layer_ids(self, target: TargetFacts) -> tuple[int, ...]:
+        """Output-side layer ids to capture, ascending; configured ones or this algorithm's default for the target."""
+
+    def capture_spec(self, target: TargetFacts, dtype: str) -> CaptureSpec:
+        """What must be captured for :meth:`forward_loss`."""
+        return CaptureSpec(self.aux_layer_ids(target), final_hidden=True, target_argmax=True, dtype=dtype)
+
+    @abstractmethod
+    def build_model(self, architecture: DraftArchitecture, target: TargetFacts, vocabulary: VocabularyMap,
+                    embedding: torch.Tensor) -> nn.Module:
+        """The wiring: an ``nn.Module`` on the current default device whose ``forward`` is all that the trainer runs.
+
+        ``embedding`` [V, H] is the target's, frozen, and a non-persistent part of it: ``state_dict()`` is exactly what is trained plus
+        the vocabulary map.
+        """
+
+    @abstractmethod
+    def forward_loss(self, model: nn.Module, batch: TrainBatch, head: TargetHead, context: StepContext) -> StepOutput:
+        """Loss and metrics of one micro-batch; runs ``model`` exactly once, also when no row is supervised."""
+
+    @abstractmethod
+    def proposer(self, model: nn.Module) -> Proposer:
+        """How this draft proposes tokens in serving, for ``evaluation.decode``."""
+
+    @abstractmethod
+    def outer_export(self, architecture: DraftArchitecture, target: TargetFacts, export_format: str) -> OuterExport:
+        """The algorithm's half of the export map (names of fc, head, map; config keys); the architecture gives the other half."""
+
+    @abstractmethod
+    def prefix_correctness(self, model: nn.Module, batch: TrainBatch, head: TargetHead,
+                           num_draft_tokens: int) -> PrefixCorrectness:
+        """What walk_accept_length, joint_acc_len and per_position_accuracy of an evaluation are made of (conventions §7)."""
+
+    def warm_start(self, model: nn.Module, layer_weights: Mapping[str, torch.Tensor], final_norm: torch.Tensor | None,
+                   head_rows: torch.Tensor) -> list[str]:
+        """Start ``model`` from the target's last layer, final norm [H] and kept head rows [Vd, H]; the names of what was set."""
+        return []
+
+    def rules(self, choices: dict[str, str], config: dict[str, Any]) -> list[str]:
+        """Problems of this strategy with the other choices, each a full sentence naming the override to change."""
+        return []
