@@ -64,8 +64,8 @@ def batch_of(engine, prompt, reply):
     return TrainBatch(tensors, ("x",))
 
 
-def train(strategy, draft, head, batch, steps):
-    optimizer = torch.optim.AdamW([p for p in draft.parameters() if p.requires_grad], lr=3e-3, weight_decay=0.0)
+def train(strategy, draft, head, batch, steps, lr=3e-3):
+    optimizer = torch.optim.AdamW([p for p in draft.parameters() if p.requires_grad], lr=lr, weight_decay=0.0)
     for step in range(steps):
         out = strategy.forward_loss(draft, batch, head, StepContext(step, steps, 0, 0))
         optimizer.zero_grad()
@@ -79,7 +79,7 @@ def test_overfitting_one_conversation_accepts_whole_chains(target, make_strategy
     plain = decode_plain(engine, PROMPT, settings(max_new_tokens=28), CPU)
     strategy, draft, head = make(target, make_strategy, **flags)
     before = decode_speculative(engine, strategy.proposer(draft), (1, 2, 4), PROMPT, settings(), CPU)
-    train(strategy, draft, head, batch_of(engine, PROMPT, plain.tokens), 300)
+    train(strategy, draft, head, batch_of(engine, PROMPT, plain.tokens), 800)
     after = decode_speculative(engine, strategy.proposer(draft), (1, 2, 4), PROMPT, settings(), CPU)
     assert sum(before.accepted) / before.verify_steps < 1
     assert after.accepted == [3] * 6
@@ -172,7 +172,7 @@ def test_the_evaluator_pools_documents_of_packed_batches(target, make_strategy):
     single = [batch_of(engine, [t, *PROMPT], r) for t, r in zip((4, 40), replies, strict=True)]
     packed = TrainBatch({name: torch.cat([b.tensors[name] for b in single], dim=1) for name in single[0].tensors}, ("a", "b"))
     packed.tensors["document_ids"] = torch.repeat_interleave(torch.arange(2), 31).unsqueeze(0)
-    evaluator = Evaluator(num_draft_tokens=3, batch_tokens=100, num_requests=2, num_baseline_requests=2, max_new_tokens=8, temperature=0.0,
+    evaluator = Evaluator(num_draft_tokens=3, batch_tokens=100, num_requests=2, num_baseline_requests=2, num_untrained_requests=0, max_new_tokens=8, temperature=0.0,
                           mode="target_only", time_limit_minutes=None)
     one, two = (evaluator.from_features(strategy, draft, batches, head, SingleGroup(), CPU) for batches in ([packed], single))
     assert one == two and one["num_rows"] == 2 * 23 and 1.0 < one["walk_accept_length"] <= 4.0

@@ -154,3 +154,47 @@ def test_engine_argmax_and_own_argmax_agree(make_strategy, make_draft, make_batc
     given = strategy.forward_loss(draft, batch, tiny_head, CONTEXT)
     assert own.loss_sum == given.loss_sum
     assert own.metrics["per_position_accuracy"][0].equal(given.metrics["per_position_accuracy"][0])
+
+
+def test_both_attention_layouts_give_the_same_unroll(make_strategy, make_draft, make_batch):
+    """One document a padded row, and documents packed behind a mask."""
+    from specforge.training.strategies.eagle3_rows import align
+
+    strategy, batch = make_strategy(), make_batch(MASKS, width=20)
+    draft = make_draft(strategy)
+    by_document, packed = (draft(align(batch, 3, by_document=flag).inputs, lambda k, normed, head: normed) for flag in (True, False))
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(by_document, packed, strict=True))
+
+
+def test_four_cuts_of_one_global_batch_give_the_same_gradient(make_strategy, make_draft, make_batch, tiny_head):
+    """All samples packed in one row, one sample a row, two micro-batches, and two ranks of two micro-batches, one of them empty."""
+    from specforge.runtime.data_plane.collate import FeatureLayout, collate
+
+    strategy = make_strategy(fc_norm=True)
+    source = make_batch([[m] for m in ([0, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1, 1], [0, 1, 1, 1, 0, 0, 1, 1, 1], [0, 0, 1])], width=9)
+    lengths = [5, 7, 9, 3]
+    names = ("input_ids", "loss_mask", "aux_hidden_states", "final_hidden_states")
+    samples = [(str(i), {n: source.tensors[n][i, :size] for n in names}) for i, size in enumerate(lengths)]
+    layout = FeatureLayout({"input_ids": (), "loss_mask": (), "aux_hidden_states": (48,), "final_hidden_states": (16,)},
+                           {n: source.tensors[n].dtype for n in names})
+
+    def gradient(cut):
+        draft = make_draft(strategy, range(0, 40, 2))
+        weight = 0.0
+        for rows in cut:  # one forward and backward a micro-batch, as each rank does them
+            chosen = [samples[i] for row in rows for i in row]
+            numbered, at = [], 0
+            for row in rows:
+                numbered.append(list(range(at, at + len(row))))
+                at += len(row)
+            out = strategy.forward_loss(draft, collate(chosen, numbered, layout, 0), tiny_head, CONTEXT)
+            out.loss_sum.backward()
+            weight += out.weight_sum.item()
+        return [p.grad / weight for p in draft.parameters()], weight
+
+    cuts = [[[[0, 1, 2, 3]]], [[[0], [1], [2], [3]]], [[[2, 0]], [[1], [3]]], [[[1]], [[2]], [[3, 0]], []]]
+    (first, weight), *others = (gradient(cut) for cut in cuts)
+    assert weight == 3 + 4 + 4 + 0
+    for other, other_weight in others:
+        assert other_weight == weight
+        assert all(torch.allclose(a, b, atol=1e-6, rtol=1e-5) for a, b in zip(first, other, strict=True))

@@ -240,23 +240,19 @@ def _device_exists(facts: Facts) -> str | None:
     return None
 
 
-# conventions §5: the pairs that SGLang has a loader for.
-_SERVED = {
-    "llama": ("eagle3", "eagle3_1"),
-    "deepseek_mla": ("eagle3", "eagle3_1"),
-    "qwen3": ("dflash", "dpace", "domino", "dspark"),
-}
-
-
 @rule("served_by_sglang", "warning", training=True)
 def _served_by_sglang(facts: Facts) -> str | None:
+    """conventions §5: each strategy's class says with which architectures SGLang has a loader for it."""
     draft, strategy = facts.choices.get("draft"), facts.choices.get("strategy")
-    if strategy in _SERVED.get(str(draft), ()):
+    node = facts.config.get("strategy")
+    if not isinstance(node, dict) or "_target_" not in node:
         return None
-    pairs = "; ".join(f"{name} with " + ", ".join(served) for name, served in _SERVED.items())
+    served = getattr(component_class(node, facts.config.get("plugins") or ()), "serving_classes", {})
+    if draft in served:
+        return None
     return (
         f"draft={draft} strategy={strategy}: trains and evaluates here, but is not a pair that SGLang is known to serve, "
-        f"and export format=sglang refuses it. Served pairs: {pairs}."
+        f"and export format=sglang refuses it. Architectures it serves with this strategy: {', '.join(served) or 'none'}."
     )
 
 

@@ -79,6 +79,7 @@ class Export(Root):
     checkpoint: str = MISSING
     format: str = MISSING
     output: str | None = MISSING
+    dtype: str = MISSING
 
 
 @dataclass

@@ -25,10 +25,11 @@ class Evaluator:
 
     def __init__(self, *, num_draft_tokens: Annotated[int, Field(ge=1, le=32)], batch_tokens: Annotated[int, Field(ge=1)],
                  num_requests: Annotated[int, Field(ge=1)] | None, num_baseline_requests: Annotated[int, Field(ge=0)] | None,
-                 max_new_tokens: Annotated[int, Field(ge=1)], temperature: Annotated[float, Field(ge=0)], mode: SamplingMode,
+                 num_untrained_requests: Annotated[int, Field(ge=0)], max_new_tokens: Annotated[int, Field(ge=1)], temperature: Annotated[float, Field(ge=0)], mode: SamplingMode,
                  time_limit_minutes: Annotated[float, Field(gt=0)] | None) -> None:
         self.num_draft_tokens, self.batch_tokens = num_draft_tokens, batch_tokens
         self.num_requests, self.num_baseline_requests = num_requests, num_baseline_requests
+        self.num_untrained_requests = num_untrained_requests
         self.max_new_tokens, self.temperature, self.mode, self.time_limit_minutes = max_new_tokens, temperature, mode, time_limit_minutes
 
     @torch.no_grad()
@@ -64,13 +65,15 @@ class Evaluator:
         return DecodeSettings(self.num_draft_tokens, self.max_new_tokens, self.temperature, self.mode, stop_token_ids, seed)
 
     def by_decoding(self, target: CachedTarget, proposer: Proposer, aux_layer_ids: Sequence[int], prompts: Sequence[Sequence[int]],
-                    settings: DecodeSettings, device: torch.device, report: Callable[[int, int], None] | None = None) -> DecodeReport:
-        """Decode the held-out prompts with the draft and, as many as asked, without it.
+                    settings: DecodeSettings, device: torch.device, compare: bool = True, limit: int | None = None,
+                    report: Callable[[int, int], None] | None = None) -> DecodeReport:
+        """Decode the held-out prompts (the first ``limit``) with the draft and, with ``compare``, as many as asked without it.
 
         Both decodings of a request follow each other, so that a change in the machine's load meets both speeds alike.
         """
-        chosen = prompts[: self.num_requests]
-        compared = len(chosen) if self.num_baseline_requests is None else min(self.num_baseline_requests, len(chosen))
+        chosen = prompts[: self.num_requests][:limit]
+        wanted = self.num_baseline_requests if compare else 0
+        compared = len(chosen) if wanted is None else min(wanted, len(chosen))
         result = DecodeReport(settings, len(chosen))
         deadline = None if self.time_limit_minutes is None else time.monotonic() + 60 * self.time_limit_minutes
         for i, prompt in enumerate(chosen):

@@ -28,7 +28,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 _SINGLE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _HUB_ID = re.compile(r"^[\w][\w.-]*(/[\w][\w.-]*)?$")
 # Raise it whenever the conversion below writes something else for the same GGUF file.
-_CONVERSION_VERSION = 1
+_CONVERSION_VERSION = 2
 
 
 class MissingPackageError(MissingExtraError):
@@ -206,6 +206,7 @@ def _write_hf_folder(gguf: Path, folder: Path) -> None:
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, **options)
         tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        _restore_pre_tokenizer(tokenizer, gguf)
         _forget_quantisation(model)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -214,6 +215,24 @@ def _write_hf_folder(gguf: Path, folder: Path) -> None:
     finally:
         if quiet:
             transformers.utils.logging.enable_progress_bar()
+
+
+def _restore_pre_tokenizer(tokenizer: Any, gguf: Path) -> None:
+    """Put back what transformers' GGUF reader drops: the splits before BPE that ``tokenizer.ggml.pre`` names.
+
+    Without them the same text gives other tokens than the model was trained with, and than it generates.
+    """
+    from gguf import GGUFReader
+    from tokenizers import pre_tokenizers
+
+    field = GGUFReader(gguf).get_field("tokenizer.ggml.pre")
+    name = field.contents() if field is not None else "default"
+    if name in ("smollm", "smollm2"):
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+    elif name not in ("default", "gpt-2"):
+        raise TargetError(f"{gguf.name}: its tokenizer splits text as '{name}', which this converter cannot restore. "
+                          "Use the model's original folder: target=hf target.path=<folder or hub id>")
 
 
 def _forget_quantisation(model: Any) -> None:

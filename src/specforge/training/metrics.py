@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from specforge.evaluation.metrics import simulated_acc_len
+
 Value = float | list[float]
 
 
@@ -96,12 +98,3 @@ class MetricWindow:
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> MetricWindow:
         return cls({name: (list(num), list(den)) for name, (num, den) in state["sums"].items()}, state["steps"], state["tokens"])
-
-
-def simulated_acc_len(per_position_accuracy: list[float]) -> float:
-    """a0 + a0·a1 + a0·a1·a2 + … (conventions §7)."""
-    total, product = 0.0, 1.0
-    for accuracy in per_position_accuracy:
-        product *= accuracy
-        total += product
-    return total

@@ -22,19 +22,22 @@ class RaggedRows:
     dense: bool  # the padded view has no padding: gather and slot are reshapes
 
     @classmethod
-    def from_mask(cls, mask: torch.Tensor) -> RaggedRows:
-        """Rows where ``mask`` bool [B, S] is true. Without any true entry the result has zero rows and T = 1."""
-        batch, length = mask.shape
+    def from_mask(cls, mask: torch.Tensor, groups: torch.Tensor, num_groups: int) -> RaggedRows:
+        """Rows where ``mask`` bool [B, S] is true; those of equal ``groups`` [B, S] (0 … B'−1, ascending in flat order) share a padded row.
+
+        Grouping by batch row keeps packed documents together; grouping by document lets each attend within itself only. Without any
+        true entry the result has zero rows and T = 1.
+        """
         flat = mask.flatten().nonzero().squeeze(-1)
-        counts = mask.sum(-1)
+        owner = groups.flatten()[flat]
+        counts = torch.bincount(owner, minlength=num_groups)
         width = max(int(counts.max()), 1)
         starts = counts.cumsum(0) - counts
         place = torch.arange(width, device=mask.device)
         valid = place < counts.unsqueeze(-1)
         gather = torch.where(valid, starts.unsqueeze(-1) + place, 0)
-        owner = flat // length
         slot = owner * width + torch.arange(flat.numel(), device=mask.device) - starts[owner]
-        return cls(flat, gather, valid, slot, dense=flat.numel() == batch * width)
+        return cls(flat, gather, valid, slot, dense=flat.numel() == num_groups * width)
 
     def pad(self, x: torch.Tensor) -> torch.Tensor:
         """[R, ...] -> [B, T, ...]; padding repeats row 0 (or is zero when there are no rows)."""
@@ -43,8 +46,9 @@ class RaggedRows:
         if x.shape[0] == 0:
             # Stays in the graph, so that every parameter has a gradient on a rank that has no row.
             return x.new_zeros(*self.gather.shape, *x.shape[1:]) + x.sum() * 0
-        return x[self.gather]
+        # index_select, since the gradient of plain indexing sorts its indices.
+        return x.index_select(0, self.gather.flatten()).unflatten(0, self.gather.shape)
 
     def unpad(self, x: torch.Tensor) -> torch.Tensor:
         """[B, T, ...] -> [R, ...]."""
-        return x.flatten(0, 1) if self.dense else x.flatten(0, 1)[self.slot]
+        return x.flatten(0, 1) if self.dense else x.flatten(0, 1).index_select(0, self.slot)

@@ -58,9 +58,7 @@ class Eagle3(DraftTrainStrategy):
                            embedding=embedding, d2t=vocabulary.d2t, t2d=vocabulary.t2d, flags=self.flags)
 
     def forward_loss(self, model: nn.Module, batch: TrainBatch, head: TargetHead, context: StepContext) -> StepOutput:
-        rows = align(batch, self.ttt_length)
-        draft = _draft_of(model)
-        draft.attend = flex_attention if rows.weights.is_cuda else plain_attention
+        rows, draft = self._rows(model, batch, self.ttt_length)
         teacher, label = self._teacher(draft, batch, head, rows)
         kept = draft.t2d[label]  # a teacher argmax outside the draft vocabulary: loss weight 0, a miss in every accuracy
 
@@ -79,6 +77,13 @@ class Eagle3(DraftTrainStrategy):
             "per_position_accuracy": (correct, count),
             "step_loss": (step_loss, count),
         })
+
+    @staticmethod
+    def _rows(model: nn.Module, batch: TrainBatch, num_steps: int) -> tuple[Eagle3Rows, Eagle3Draft]:
+        """Aligned rows and the draft with the attention that is fast on its device."""
+        draft, on_gpu = _draft_of(model), batch.tensors[contracts.INPUT_IDS].is_cuda
+        draft.attend = flex_attention if on_gpu else plain_attention
+        return align(batch, num_steps, by_document=not on_gpu), draft
 
     @torch.no_grad()
     def _teacher(self, draft: Eagle3Draft, batch: TrainBatch, head: TargetHead, rows: Eagle3Rows) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,8 +104,7 @@ class Eagle3(DraftTrainStrategy):
     def prefix_correctness(self, model: nn.Module, batch: TrainBatch, head: TargetHead,
                            num_draft_tokens: int) -> PrefixCorrectness:
         """Rows are those with weight at step 0; see the base class."""
-        rows = align(batch, num_draft_tokens)
-        draft = _draft_of(model)
+        rows, draft = self._rows(model, batch, num_draft_tokens)
         _, label = self._teacher(draft, batch, head, rows)
 
         def on_step(k: int, normed: torch.Tensor, _head: torch.Tensor) -> torch.Tensor:

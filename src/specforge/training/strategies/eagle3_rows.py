@@ -52,15 +52,23 @@ def row_weights(loss_mask: torch.Tensor, document_ids: torch.Tensor, num_steps: 
     return torch.stack(steps).float()
 
 
-def align(batch: TrainBatch, num_steps: int) -> Eagle3Rows:
-    """Everything the unroll and its loss read. A batch without a supervised row gives R = 0 and P = 0."""
+def align(batch: TrainBatch, num_steps: int, by_document: bool = False) -> Eagle3Rows:
+    """Everything the unroll and its loss read. A batch without a supervised row gives R = 0 and P = 0.
+
+    ``by_document`` lays attention out with one document a padded row, which is what materialised scores want; otherwise rows stay as
+    the batch packs them, which is what a kernel with block masks wants. The result of the unroll is the same.
+    """
     t = batch.tensors
     input_ids, documents, positions = t[contracts.INPUT_IDS], t["document_ids"], t["position_ids"]
     batch_size, length = input_ids.shape
     weights = row_weights(t[contracts.LOSS_MASK].bool(), documents, num_steps)
     # Rows with weight at step 0 contain those of every later step, since the weight is a growing product.
-    rows = RaggedRows.from_mask(weights[0].bool())
-    context = RaggedRows.from_mask(documents >= 0)
+    if by_document:
+        groups, num_groups = documents.clamp(min=0), max(len(batch.sample_ids), 1)
+    else:
+        groups, num_groups = torch.arange(batch_size, device=documents.device).unsqueeze(1).expand(-1, length), batch_size
+    rows = RaggedRows.from_mask(weights[0].bool(), groups, num_groups)
+    context = RaggedRows.from_mask(documents >= 0, groups, num_groups)
     in_context = torch.zeros(batch_size * length, dtype=torch.int64, device=input_ids.device)
     in_context[context.flat] = torch.arange(context.flat.numel(), device=input_ids.device)
 
