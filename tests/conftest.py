@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,8 +60,8 @@ def make_draft(tiny_architecture: LlamaDraft) -> Callable[..., Eagle3Draft]:
         ids = torch.arange(40) if kept is None else torch.tensor(sorted(kept))
         t2d = torch.zeros(40, dtype=torch.bool)
         t2d[ids] = True
-        draft = Eagle3Draft(tiny_architecture, target_hidden_size=16, num_aux=3, embedding=torch.randn(40, 16), d2t=ids - torch.arange(len(ids)),
-                            t2d=t2d, flags=strategy.flags)
+        draft = Eagle3Draft(tiny_architecture, target_hidden_size=16, num_aux=3, embedding=torch.randn(40, 16),
+                            d2t=ids - torch.arange(len(ids)), t2d=t2d, flags=strategy.flags)
         for parameter in draft.parameters():  # norms away from one, so that a missing norm shows
             if parameter.dim() == 1:
                 torch.nn.init.uniform_(parameter, 0.5, 1.5)
@@ -92,3 +100,138 @@ def make_batch() -> Callable[..., TrainBatch]:
         }, tuple(str(i) for i in range(number)))
 
     return make
+
+
+# -- a tiny real target and the real command line, for the end-to-end tests -----------------------------------------------------
+
+_CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+_CORPUS = ["user assistant system", "the sun rises in the east and sets in the west", "how many rivers cross the old town of the north"] * 4
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one command left: exit code and both streams."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def run_dir(self) -> Path:
+        """The run folder that the command announced, absolute."""
+        start = "specforge: run folder "
+        return Path(next(line.removeprefix(start) for line in self.err.splitlines() if line.startswith(start)))
+
+
+@pytest.fixture(scope="session")
+def make_tiny_target() -> Callable[..., Path]:
+    """``make_tiny_target(folder, seed=0, **sizes)`` saves a random Llama target of 6 layers with a byte-level tokenizer of 300 ids."""
+
+    def make(folder: Path, seed: int = 0, **sizes: Any) -> Path:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+        from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+        backend = Tokenizer(models.BPE())
+        backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<|im_start|>", "<|im_end|>"]
+        backend.train_from_iterator(_CORPUS, trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet,
+                                                                 show_progress=False))
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"])
+        tokenizer.chat_template = _CHATML
+        tokenizer.save_pretrained(folder)
+        settings = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2,
+                    "vocab_size": 300, "max_position_embeddings": 256, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+                    "initializer_range": 0.4, "bos_token_id": 0, "eos_token_id": 1, "tie_word_embeddings": False, **sizes}  # fmt: skip
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(LlamaConfig(**settings))
+        model.lm_head.weight.data *= 3  # a choice far from the next one, so that what is learnt by heart is not undone by a tie
+        model.save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_target_folder(tmp_path_factory: pytest.TempPathFactory, make_tiny_target: Callable[..., Path]) -> Path:
+    return make_tiny_target(tmp_path_factory.mktemp("tiny-target"))
+
+
+@pytest.fixture(scope="session")
+def run_cli() -> Callable[..., Outcome]:
+    """``run_cli(*arguments, cwd=folder)`` runs the command line in this process, with its cache in ``cwd``."""
+    from specforge import cli
+
+    def call(*arguments: str, cwd: Path) -> Outcome:
+        out, err = io.StringIO(), io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+            patch.setenv("SPECFORGE_CACHE", str(cwd / "cache"))
+            patch.chdir(cwd)
+            outcome = cli.main(list(arguments))
+        return Outcome(outcome, out.getvalue(), err.getvalue())
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def start_cli(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
+    """The same in a process of its own; ``before`` is Python that runs in it first, to stop it or slow it down at an exact place."""
+    import specforge as package
+
+    source = str(Path(package.__file__).resolve().parents[1])
+
+    def call(*arguments: str, cwd: Path, before: str = "", wait: bool = True) -> Any:
+        program = ["-m", "specforge"]
+        if before:
+            script = tmp_path_factory.mktemp("program") / "program.py"
+            after = "from specforge.cli import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
+            script.write_text(f"import os, signal, sys\n{before}\n{after}")
+            program = [str(script)]
+        env = {**os.environ, "PYTHONPATH": source, "SPECFORGE_CACHE": str(cwd / "cache"), "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen([sys.executable, *program, *arguments], cwd=cwd, env=env, text=True, stdout=subprocess.PIPE,
+                                   stderr=subprocess.PIPE)
+        if not wait:
+            return process
+        out, err = process.communicate(timeout=120)
+        return Outcome(process.returncode, out, err)
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def tiny_work(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path, run_cli: Callable[..., Outcome]) -> TinyWork:
+    """A folder with conversations whose answers come from the tiny target through ``regenerate``, and the overrides of a short run."""
+    folder = tmp_path_factory.mktemp("tiny-work")
+    words = ["sun", "moon", "river", "stone", "bridge", "garden", "window", "paper", "winter", "market", "letter", "island"]
+    for name, count in (("train", 12), ("heldout", 4)):
+        prompts = [f"the {words[i]} and the {words[(5 * i + 3 + count) % 12]} of {i + count}" for i in range(count)]
+        rows: list[dict[str, Any]] = [{"id": f"{name}-{i}", "prompt": prompt} for i, prompt in enumerate(prompts)]
+        rows[1] = {"id": f"{name}-1", "messages": [{"role": "system", "content": "sing"}, {"role": "user", "content": "how many"},
+                                                   {"role": "user", "content": "and the rivers of the town"}]}  # fmt: skip
+        (folder / f"{name}-prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        done = run_cli("regenerate", "target=hf", f"target.path={tiny_target_folder}", f"input={name}-prompts.jsonl",
+                       f"output={name}.jsonl", "max_new_tokens=25", "batch_size=5", "device=cpu", "num_threads=1", cwd=folder)
+        assert done.code == 0, done.err
+    return TinyWork(folder, tiny_target_folder)
+
+
+@dataclass(frozen=True)
+class TinyWork:
+    """``folder`` holds train.jsonl (12 conversations) and heldout.jsonl (4)."""
+
+    folder: Path
+    target: Path
+
+    @property
+    def base(self) -> list[str]:
+        """Target, data and device: what every command needs."""
+        return ["target=hf", f"target.path={self.target}", "data=jsonl", f"data.train_path={self.folder / 'train.jsonl'}",
+                f"data.eval_path={self.folder / 'heldout.jsonl'}", "data.max_length=128", "device=cpu", "num_threads=1", "name=t",
+                "strategy.ttt_length=3", "strategy.draft_vocab_size=100", "evaluator.max_new_tokens=24", "optimizer.lr=3e-3"]  # fmt: skip
+
+    @property
+    def short(self) -> list[str]:
+        """``base`` and a training run of 3 epochs of 3 steps."""
+        return [*self.base, "trainer.epochs=3", "trainer.global_batch_size=4"]

@@ -71,10 +71,10 @@ def make_target(folder: Path) -> None:
 def overrides(*more: str) -> list[str]:
     """A run of two steps on the CPU that uses both plug-ins unless ``more`` says otherwise."""
     return [
-        "--config-dir", "conf", "plugins=[gelu_draft,confident_eagle3]", "draft=gelu", "strategy=confident_eagle3", "target=hf",
-        "target.path=target", "data=jsonl", "data.train_path=chats.jsonl", "data.eval_path=heldout.jsonl", "data.max_length=96", "device=cpu",
-        "strategy.draft_vocab_size=64", "strategy.ttt_length=3", "trainer.global_batch_size=2", "trainer.max_steps=2", "trainer.epochs=1",
-        "evaluator.max_new_tokens=6", "cache_dir=cache", "name=plugged", *more,
+        "--config-dir", "conf", "plugins=[gelu_draft,confident_eagle3]", "draft=gelu", "strategy=confident_eagle3",
+        "target=hf", "target.path=target", "data=jsonl", "data.train_path=chats.jsonl", "data.eval_path=heldout.jsonl",
+        "data.max_length=96", "strategy.draft_vocab_size=64", "strategy.ttt_length=3", "trainer.global_batch_size=2", "trainer.max_steps=2",
+        "trainer.epochs=1", "evaluator.max_new_tokens=6", "device=cpu", "cache_dir=cache", "name=plugged", *more,
     ]  # fmt: skip
 
 
@@ -145,6 +145,15 @@ def test_the_strategy_alone_exports_as_an_ordinary_eagle3_draft(at_place: Path) 
     assert cli.main(["export", f"run={run_dir}", "format=sglang"]) == 0
     exported = json.loads((run_dir / "export" / "sglang" / "config.json").read_text())
     assert exported["architectures"] == ["LlamaForCausalLMEagle3"] and exported["specforge"]["strategy"] == "confident_eagle3"
+
+
+def test_a_run_goes_on_with_another_loss_but_not_with_another_draft(at_place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(overrides("draft=llama", "name=goes_on", "data.eval_path=null", "trainer.max_steps=1")) == 0
+    (run_dir,) = (at_place / "outputs" / "goes_on").iterdir()
+    assert cli.main([f"run={run_dir}", "trainer.max_steps=2", "strategy.confidence_power=0.5"]) == 0
+    assert (run_dir / "checkpoints" / "latest").read_text() == "step_0000002\n"
+    assert cli.main([f"run={run_dir}", "trainer.max_steps=3", "strategy.fc_norm=true"]) == 2
+    assert "fc_norm" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,10 @@ HYDRA_COMMANDS: dict[str, str] = {
     "export": "export",
     "plan": "train",
 }
-PLAIN_COMMANDS = ("diff", "doctor")
+PLAIN_COMMANDS = ("bench", "diff", "doctor")
 COMMANDS = (*HYDRA_COMMANDS, *PLAIN_COMMANDS)
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_UNUSABLE_PATH = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG}
 _MULTIRUN = ("-m", "--multirun")
 _PRINTING = ("--cfg", "-c", "--info", "-i", "--help", "-h", "--hydra-help")
 _COMPLETION = ("-sc", "--shell-completion", "--shell_completion")
@@ -57,9 +59,12 @@ def guarded(action: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno in _DISK_FULL:
+            print(f"specforge: disk full ({error.filename or error}). Free some space; finished files are kept.", file=sys.stderr)
+        elif error.errno in _UNUSABLE_PATH and error.filename:
+            print(f"specforge: {error.filename}: {os.strerror(error.errno)}. Give a path that can be used.", file=sys.stderr)
+        else:
             raise
-        print(f"specforge: disk full ({error.filename or error}). Free some space; finished files are kept.", file=sys.stderr)
         return 1
 
 
@@ -131,13 +136,9 @@ def split_command(arguments: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _plain(word: str, rest: Sequence[str]) -> int:
-    if word == "diff":
-        from specforge.commands import diff
+    import importlib
 
-        return diff.main(rest)
-    from specforge.commands import doctor
-
-    return doctor.main(rest)
+    return importlib.import_module(f"specforge.commands.{word}").main(rest)
 
 
 def _complete(arguments: list[str]) -> int:

@@ -19,6 +19,7 @@ from specforge.config.help import group_options
 from specforge.config.locate import config_dir
 from specforge.config.rules import RULES, violations
 from specforge.config.signature import locate, parameters
+from specforge.errors import ConfigError
 from specforge.modeling.target_facts import TargetFacts
 
 # Values that have no default, by group and option; a new `???` in a YAML must get a line here.
@@ -46,7 +47,7 @@ def groups() -> dict[str, list[str]]:
 @functools.cache
 def option_node(group: str, option: str) -> dict[str, Any]:
     """One option's node as Hydra composes it, with its required values filled."""
-    node = compose_overrides("train", [f"{group}={option}"]).config[group]
+    node = compose_overrides("train", ["sizes=none", f"{group}={option}"]).config[group]
     return {**node, **REQUIRED.get((group, option), {})}
 
 
@@ -62,6 +63,9 @@ def test_every_file_is_a_command_a_group_option_or_a_declared_exception() -> Non
             assert relative.as_posix() == "hydra/help/specforge.yaml"
         elif relative.parts[0] == "experiment":
             compose_overrides("train", [f"experiment={relative.stem}"])
+        elif relative.parts[0] == "sizes":
+            composed = compose_overrides("train", [f"sizes={relative.stem}"])
+            assert composed.choices["sizes"] == relative.stem
         else:
             assert relative.parts[0] in schema.GROUPS and len(relative.parts) == 2, relative
             assert option_node(relative.parts[0], relative.stem)
@@ -124,9 +128,19 @@ def test_real_composition_agrees_with_the_product() -> None:
     draw = random.Random(0)
     for _ in range(12):
         choices = {g: draw.choice(options) for g, options in available.items()}
-        composed = compose_overrides("train", [f"{g}={o}" for g, o in choices.items()])
+        composed = compose_overrides("train", ["sizes=none", *(f"{g}={o}" for g, o in choices.items())])
         for group, option in choices.items():
             node = copy.deepcopy(composed.config[group])
             assert {**node, **REQUIRED.get((group, option), {})} == option_node(group, option)
         missing = [key for key, value in flatten(composed.config).items() if value == "???"]
         assert len(find_problems(composed.config)) == len(missing)
+
+
+def test_sizes_of_the_embedded_example_go_with_its_target_data_and_strategy_only() -> None:
+    def length(*overrides: str) -> int:
+        return compose_overrides("train", list(overrides)).config["strategy"]["ttt_length"]
+
+    assert length() == length("strategy=eagle3_1") == 3
+    assert length("sizes=none") == length("target=hf", "target.path=x") == length("data=jsonl", "data.train_path=x") == 7
+    with pytest.raises(ConfigError, match="sizes=nome: no such option. Available options: .*none"):
+        compose_overrides("train", ["sizes=nome"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -79,7 +81,7 @@ def test_features_have_the_asked_dtype_and_serve_as_constants_under_autograd(mak
 
 
 def test_layer_ids_out_of_range_are_refused(make_engine):
-    with pytest.raises(TargetError, match=r"aux_layer_ids=\[4\].*0 … 3"):
+    with pytest.raises(TargetError, match=r"aux_hidden_state_layer_ids=\[4\].*0 … 3"):
         make_engine().capture(make_tasks([4]), spec_of(4))
 
 
@@ -144,3 +146,22 @@ def test_sampling_follows_the_seed_not_the_batch_and_the_distribution(make_engin
 
 def test_stop_tokens_come_from_the_generation_config(make_engine):
     assert make_engine().stop_token_ids == (2,)
+
+
+def test_two_threads_never_mix_their_features(make_engine):
+    """The prefetch thread captures training samples while the main thread captures and decodes held-out ones."""
+    engine = make_engine()
+    spec = CaptureSpec((0, 2), final_hidden=True, target_argmax=True, dtype="float32")
+    tasks = [PromptTask(str(n), tuple(range(3, 9 + n)), tuple([0, 0] + [1] * (4 + n))) for n in range(12)]
+    expected = {task.sample_id: engine.capture([task], spec)[0].tensors for task in tasks}
+
+    def check(task):
+        for _ in range(6):
+            found = engine.capture([task], spec)[0].tensors
+            logits, aux, _ = engine.forward_cached(torch.tensor([task.input_ids]), None, (0, 2))
+            assert all(torch.equal(found[name], expected[task.sample_id][name]) for name in found), task.sample_id
+            torch.testing.assert_close(aux, expected[task.sample_id]["aux_hidden_states"])
+            assert logits.shape == (len(task.input_ids), 97)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(check, tasks))

@@ -29,6 +29,9 @@ SETTERS = {
     "Qwen3ForCausalLM": plain_setter,
     "DeepseekV2ForCausalLM": deepseek_setter,
     "DeepseekV3ForCausalLM": deepseek_setter,
+    "DeepseekV32ForCausalLM": deepseek_setter,
+    "GlmMoeDsaForCausalLM": deepseek_setter,
+    "MistralLarge3ForCausalLM": deepseek_setter,
     "KimiK25ForConditionalGeneration": deepseek_setter,
     "Glm4MoeLiteForCausalLM": deepseek_setter,
     "GptOssForCausalLM": gpt_oss_setter,
@@ -56,7 +59,7 @@ def test_dflash_setters_have_no_exceptions():
 
 @pytest.mark.parametrize("ids", [[-1], [N], [3, 1], [2, 2]])
 def test_impossible_ids_are_refused(ids):
-    with pytest.raises(TargetError, match="aux_layer_ids"):
+    with pytest.raises(TargetError, match="aux_hidden_state_layer_ids"):
         check_layer_ids(ids, N)
 
 

@@ -9,7 +9,7 @@ from specforge.ops.attention import CausalDocumentMask, flex_attention, plain_at
 from specforge.ops.soft_cross_entropy import soft_cross_entropy, soft_cross_entropy_reference
 
 
-def inputs(device="cpu"):
+def inputs(device="cpu", width=8, value_width=6):
     torch.manual_seed(0)
     document = torch.tensor([[0] * 5 + [1] * 4 + [-1] * 3, [2] * 12], device=device)
     place = torch.arange(12, device=device).expand(2, 12)
@@ -17,9 +17,9 @@ def inputs(device="cpu"):
     query_document = document.gather(1, rows)
     query_document[0, -1] = -1
     mask = CausalDocumentMask(query_document, place.gather(1, rows), document)
-    q = torch.randn(2, 6, 4, 8, device=device, requires_grad=True)
-    keys = [torch.randn(2, n, 2, 8, device=device, requires_grad=True) for n in (12, 6, 6)]
-    values = [torch.randn(2, n, 2, 6, device=device, requires_grad=True) for n in (12, 6, 6)]
+    q = torch.randn(2, 6, 4, width, device=device, requires_grad=True)
+    keys = [torch.randn(2, n, 2, width, device=device, requires_grad=True) for n in (12, 6, 6)]
+    values = [torch.randn(2, n, 2, value_width, device=device, requires_grad=True) for n in (12, 6, 6)]
     return mask, q, keys, values
 
 
@@ -38,7 +38,7 @@ def test_unroll_equals_one_softmax_over_all_visible_keys_with_gradients():
 def test_flex_equals_plain(device):
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device on this machine")
-    mask, q, keys, _ = inputs(device)
+    mask, q, keys, _ = inputs(device, width=16)
     k = keys[0].detach()
     fast, fast_lse = flex_attention(q.detach(), k, k, mask.block_mask(), 0.3)
     slow, slow_lse = plain_attention(q.detach(), k, k, mask, 0.3)

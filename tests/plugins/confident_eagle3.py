@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
@@ -21,6 +21,8 @@ class ConfidentEagle3(Eagle3):
     """
 
     name = "confident_eagle3"
+    # A number of the loss: a run may be continued, and a checkpoint used, with another value.
+    free_keys: ClassVar[tuple[str, ...]] = (*Eagle3.free_keys, "confidence_power")
 
     def __init__(
         self,

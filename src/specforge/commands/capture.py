@@ -20,13 +20,22 @@ from specforge.runtime.data_plane.feature_files import FeatureFileWriter
 _CHUNK_TOKENS = 65536
 
 
+def check_inputs(config: dict[str, Any]) -> None:
+    """Raise :class:`ConfigError` for an output that cannot be a feature folder."""
+    if not config.get("output"):
+        raise ConfigError("output=null: capture needs the folder to write, for example output=features/demo")
+    output = Path(config["output"]).expanduser()
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"output={config['output']}: is a file. Name a folder, new or one that capture wrote.")
+    if config.get("limit") is not None and config["limit"] < 1:
+        raise ConfigError(f"limit={config['limit']}: allowed is 1 or more samples, or null for all.")
+
+
 def run(config: dict[str, Any], run_dir: Path) -> int:
     """The command: see ``conf/capture.yaml`` for its keys."""
     from specforge.inference.engine_factory import build_engine, capture_dtype, resolve_device
     from specforge.launch.env import rank_facts
 
-    if not config.get("output"):
-        raise ConfigError("output=null: capture needs the folder to write, for example output=features/demo")
     facts = rank_facts(os.environ)
     device = resolve_device(config["device"])
     spec = _capture_spec(config, capture_dtype(config, device))
@@ -65,7 +74,9 @@ def _tasks(config: dict[str, Any], rank: int, world_size: int) -> list[PromptTas
     data = build(config["data"], expects=ChatData, plugins=config.get("plugins") or ())
     folder, cache_dir = Path(config["target"]["resolved_path"]), Path(config["cache_dir"]).expanduser()
     tell = print if rank == 0 else lambda line: None
-    train, held_out = data.load_train(folder, cache_dir, tell), data.load_eval(folder, cache_dir, tell)
+    trusted = bool(config["target"].get("trust_remote_code"))
+    train = data.load_train(folder, cache_dir, tell, trust_remote_code=trusted)
+    held_out = data.load_eval(folder, cache_dir, tell, trust_remote_code=trusted)
     limit = config.get("limit")
     tasks = {}
     for dataset in (train, held_out):

@@ -27,6 +27,16 @@ from specforge.training.checkpoint import find_checkpoint, write_atomic
 UNTRAINED = "untrained"
 
 
+def check_inputs(config: dict[str, Any]) -> None:
+    """Raise the error of a run, checkpoint, draft folder or held-out file that is not there."""
+    if config["data"].get("eval_path") is None:
+        raise ConfigError("data.eval_path=null: evaluate needs held-out conversations. Set data.eval_path=<file>.jsonl")
+    if config.get("draft_folder"):
+        _as_published(config)
+    elif config.get("run"):
+        find_checkpoint(Path(config["run"]), str(config["checkpoint"]))
+
+
 def run(config: dict[str, Any], run_dir: Path) -> int:
     """See ``conf/evaluate.yaml`` for the keys. Writes ``evaluate/<time>.json`` into the run folder and prints a table."""
     device, group = resolve_device(config["device"]), SingleGroup()
@@ -46,6 +56,7 @@ def run(config: dict[str, Any], run_dir: Path) -> int:
     finally:
         sources.close()
     report["run"], report["prompts"] = run_dir.name, str(config["data"]["eval_path"])
+    report["template_arguments"] = config["data"].get("template_arguments") or {}  # the thinking mode is one of them
     path = run_dir / "evaluate" / f"{time.strftime('%Y%m%d-%H%M%S')}.json"
     path.parent.mkdir(exist_ok=True)
     write_atomic(path, json.dumps(report, indent=1, default=str))
@@ -101,7 +112,7 @@ def _measure(evaluator: Evaluator, parts: Parts, drafts: dict[str, nn.Module], s
 def _prompts(held_out: TokenizedDataset, index: int) -> list[list[int]]:
     """What serving was sent before each reply of a conversation."""
     task = held_out[index]
-    return [list(task.input_ids[:start]) for start, _ in held_out.reply_spans(index)][:1]
+    return [list(task.input_ids[:start]) for start, _ in held_out.reply_spans(index)]
 
 
 def _decode(evaluator: Evaluator, engine: CachedTarget, parts: Parts, model: nn.Module, prompts: Sequence[Sequence[int]], settings: Any,

@@ -55,14 +55,33 @@ class _Open:
         return stuck or len(self.response_ids) == len(self.turns)
 
 
+def check_inputs(config: dict[str, Any]) -> None:
+    """Raise :class:`ConfigError` with every key of this command that cannot be used, :class:`DataError` for a missing input."""
+    problems = []
+    if not config.get("output"):
+        problems.append("output=null: regenerate needs the file to write, for example output=answers.jsonl")
+    elif Path(config["output"]).expanduser().is_dir():
+        problems.append(f"output={config['output']}: is a folder. Name a .jsonl file, new or one that regenerate wrote.")
+    for key in ("batch_size", "max_new_tokens", "limit"):
+        if config[key] is not None and config[key] < 1:
+            problems.append(f"{key}={config[key]}: allowed is 1 or more.")
+    if config["temperature"] < 0:
+        problems.append(f"temperature={config['temperature']}: allowed is 0 (greedy) or more.")
+    if not 0 < config["top_p"] <= 1:
+        problems.append(f"top_p={config['top_p']}: allowed is above 0 up to 1.")
+    if problems:
+        raise ConfigError(problems)
+    _input_path(config)
+
+
+def _input_path(config: dict[str, Any]) -> Path:
+    return resolve_path(config["input"] or config["data"]["train_path"], "input" if config["input"] else "data.train_path")
+
+
 def run(config: dict[str, Any], run_dir: Path) -> int:
     """The command: see ``conf/regenerate.yaml`` for its keys."""
     from specforge.inference.engine_factory import build_engine, resolve_device
 
-    if not config.get("output"):
-        raise ConfigError("output=null: regenerate needs the file to write, for example output=answers.jsonl")
-    if config["batch_size"] < 1 or config["max_new_tokens"] < 1:
-        raise ConfigError(f"batch_size={config['batch_size']}, max_new_tokens={config['max_new_tokens']}: both must be at least 1")
     folder = Path(config["target"]["resolved_path"])
     data = config["data"]
     tokenizer = load_tokenizer(folder, trust_remote_code=bool(config["target"].get("trust_remote_code")))
@@ -72,8 +91,8 @@ def run(config: dict[str, Any], run_dir: Path) -> int:
             written = regenerate_file(
                 engine,
                 tokenizer,
-                resolve_path(config["input"] or data["train_path"], "input" if config["input"] else "data.train_path"),
-                Path(config["output"]),
+                _input_path(config),
+                Path(config["output"]).expanduser(),
                 chat_template=read_template(data.get("chat_template")),
                 template_arguments=data.get("template_arguments"),
                 options=SamplingOptions(config["max_new_tokens"], config["temperature"], config["top_p"], config["seed"]),

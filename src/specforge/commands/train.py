@@ -21,7 +21,7 @@ from specforge.runtime.data_plane.feature_loader import FeatureLoader
 from specforge.runtime.data_plane.feature_store import FeatureStore
 from specforge.topology.base import RefSource, Topology
 from specforge.tracking.base import Tracker, open_trackers
-from specforge.training.assembly import Parts
+from specforge.training.assembly import Parts, cast_buffers
 from specforge.training.backend import Backend
 from specforge.training.checkpoint import CheckpointManager
 from specforge.training.optimizer import OptimizerFactory
@@ -37,8 +37,8 @@ def run_trainer(config: dict[str, Any], run_dir: Path, group: Group, device: tor
     node = NodeBuilder(config)
     trainer: Trainer = node("trainer", Trainer)
     vocabulary = parts.vocabulary(train_set, tell)
-    model = parts.new_draft(vocabulary, tell).to(device)
     dtype = trainer.resolve_dtype(device)
+    model = cast_buffers(parts.new_draft(vocabulary, tell), dtype).to(device)
     head = parts.head(dtype, device)
     tracker = open_trackers(node("tracker", Tracker, run_dir=run_dir), run_dir, group.rank)
     sources = Sources(config, parts, device, group)

@@ -48,6 +48,9 @@ def compose(command: str, arguments: Sequence[str]) -> Composed | None:
         ConfigError: Hydra or OmegaConf refuses the command line or a YAML file; all unknown keys and options are named at once.
     """
     schema.register()
+    empty = [key for key, _, value in (a.partition("=") for a in arguments) if value == "null" and key in schema.GROUPS]
+    if empty:
+        raise ConfigError([f"{key}: null — every run needs one. Choose {key}=<option>; specforge --help lists them." for key in empty])
     refused: list[tuple[str, str]] = []  # kind and name of what was taken off the line, to find the next mistake as well
     remaining, problems = list(arguments), list[str]()
     composed: Composed | None = None
@@ -62,11 +65,25 @@ def compose(command: str, arguments: Sequence[str]) -> Composed | None:
                 break
             refused.append((error.kind, error.key if error.kind == "key" else str(error)))
             remaining = kept
+    problems += _unknown_sizes(remaining)
     known = list(flatten(composed.config)) if composed else []
     problems = [unknown_key_message(what, known) if kind == "key" else what for kind, what in refused] + problems
     if problems:
         raise ConfigError(problems)
     return composed
+
+
+def _unknown_sizes(arguments: Sequence[str]) -> list[str]:
+    """Hydra passes over a sizes= that names no file, because the group is optional; a typo in it must not go unseen."""
+    options = _sizes()
+    chosen = [a.partition("=")[2] for a in arguments if a.startswith("sizes=")]
+    return [f"sizes={name}: no such option. Available options: {', '.join(options)}." for name in chosen if name not in options]
+
+
+def _sizes() -> list[str]:
+    from specforge.config.help import group_options
+
+    return group_options().get("sizes", [])
 
 
 def _run_hydra(command: str, arguments: Sequence[str]) -> Composed | None:
@@ -88,6 +105,8 @@ def _run_hydra(command: str, arguments: Sequence[str]) -> Composed | None:
         return None
     cfg, hydra = found[0]
     made = {str(k): v for k, v in hydra.runtime.choices.items() if not str(k).startswith("hydra/")}
+    if made.get("sizes") not in _sizes():
+        made.pop("sizes", None)  # named by the choices, but there is no such file: nothing was chosen
     choices = {k: made[k] for k in (*schema.GROUPS, *made) if k in made}
     sources = [s.path for s in hydra.runtime.config_sources if s.provider not in ("hydra", "schema")]
     return Composed(command, to_plain(cfg), choices, list(hydra.overrides.task), sources)
@@ -166,7 +185,7 @@ def explain(error: BaseException) -> _Refused:
             "other",
             "",
             f"{getattr(error, 'override', '')}: not a valid override ({reason.strip()}). Allowed is key=value; "
-            "quote a value with spaces, commas or brackets twice, for example 'name=\"a, b\"'.",
+            "quote a value with spaces, commas, brackets or letters beyond a-z twice, for example 'name=\"a, b\"'.",
         )
     if in_file := re.match(r"In '([^']+)': \w+ raised while composing config:\n(.+)", text):
         return _Refused("other", "", _bad_yaml(*in_file.groups()))

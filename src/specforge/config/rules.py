@@ -56,12 +56,16 @@ class Facts:
 
 @dataclass(frozen=True)
 class Incompatibility:
-    """One declared rule: ``find`` returns the message when the facts break it; ``training`` rules concern ``train`` alone."""
+    """One declared rule: ``find`` returns the message when the facts break it.
+
+    ``training`` rules concern ``train`` alone, ``drafting`` rules every command but those that only run the target.
+    """
 
     id: str
     severity: Severity
     find: Callable[[Facts], str | None]
     training: bool = False
+    drafting: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,11 +83,15 @@ RULES: list[Incompatibility] = []
 Find = Callable[["Facts"], str | None]
 
 
-def rule(identifier: str, severity: Severity = "error", training: bool = False) -> Callable[[Find], Find]:
+# What they write is the same whatever the draft will be.
+_TARGET_ONLY = ("regenerate", "capture", "show_sample")
+
+
+def rule(identifier: str, severity: Severity = "error", training: bool = False, drafting: bool = False) -> Callable[[Find], Find]:
     """Declare a rule."""
 
     def declare(find: Find) -> Find:
-        RULES.append(Incompatibility(identifier, severity, find, training))
+        RULES.append(Incompatibility(identifier, severity, find, training, drafting))
         return find
 
     return declare
@@ -94,7 +102,7 @@ def violations(
 ) -> list[Violation]:
     """Every rule that the configuration breaks, declared here or by a component's class."""
     facts = Facts(config, choices, target)
-    rules = [r for r in RULES if command == "train" or not r.training]
+    rules = [r for r in RULES if not (r.training and command != "train" or r.drafting and command in _TARGET_ONLY)]
     found = [Violation(r.id, r.severity, message) for r in rules if (message := r.find(facts))]
     return [*found, *_of_components(facts)]
 
@@ -166,7 +174,7 @@ def _degrees_fill_the_world(facts: Facts) -> str | None:
     return f"{written} = {product} does not divide the {facts.world_size} processes of the run. Change a degree or launcher.processes."
 
 
-@rule("draft_vocabulary_fits")
+@rule("draft_vocabulary_fits", drafting=True)
 def _draft_vocabulary_fits(facts: Facts) -> str | None:
     size = facts.value("strategy.draft_vocab_size", "draft.draft_vocab_size")
     if facts.target is None or not isinstance(size, int) or size <= facts.target.vocab_size:
@@ -238,6 +246,14 @@ def _device_exists(facts: Facts) -> str | None:
     if int(index or 0) >= count:
         return f"device: {device!r} — torch sees {count} CUDA devices here. Use device=auto or device=cpu; specforge doctor says more."
     return None
+
+
+@rule("threads_are_a_number")
+def _threads_are_a_number(facts: Facts) -> str | None:
+    threads = facts.config.get("num_threads")
+    if threads is None or threads >= 1:
+        return None
+    return f"num_threads: {threads} — allowed is 1 or more, or null for torch's own choice. Set num_threads=null."
 
 
 @rule("served_by_sglang", "warning", training=True)

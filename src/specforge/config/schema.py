@@ -80,6 +80,10 @@ class Export(Root):
     format: str = MISSING
     output: str | None = MISSING
     dtype: str = MISSING
+    verify: str = MISSING
+    verify_prompts: int | None = MISSING
+    verify_max_new_tokens: int | None = MISSING
+    server: Any = MISSING
 
 
 @dataclass

@@ -23,7 +23,7 @@ def resolve_path(path: str, key: str) -> Path:
     Raises :class:`DataError` naming ``key``, the path and close matches of the same folder.
     """
     file = _package_file(path, key) if path.startswith(_PACKAGE) else Path(path).expanduser()
-    for candidate in (file, file.with_name(file.name + ".gz")):
+    for candidate in (file, Path(f"{file}.gz")):
         if candidate.is_file():
             return candidate
     if file.is_dir():

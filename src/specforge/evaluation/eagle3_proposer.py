@@ -35,6 +35,7 @@ class Eagle3Proposer(Proposer):
         draft = self.draft
         tokens: list[int] = []
         distributions: list[torch.Tensor] = []
+        margins: list[torch.Tensor] = []
         state, normed = self._state, self._normed
         for k in range(num_tokens):
             if k > 0:
@@ -42,13 +43,17 @@ class Eagle3Proposer(Proposer):
                 # The chain hangs on row committed − 1 and its step k sits k places further on.
                 h = self._layer(last, state, self._committed - 1 + k, self._committed - 1 + k)
                 state, normed = draft.next_state(h)
-            kept, probabilities = draw(draft.logits(normed)[0], temperature, generator)
+            logits = draft.logits(normed)[0]
+            kept, probabilities = draw(logits, temperature, generator)
+            if generator is None:
+                best = logits.topk(min(2, logits.numel())).values
+                margins.append(best[0] - best[-1])
             tokens.append(kept + int(draft.d2t[kept]))
             if probabilities is not None:
                 full = probabilities.new_zeros(draft.t2d.numel())
                 full[draft.t2d.cpu()] = probabilities
                 distributions.append(full)
-        return Proposal(tokens, torch.stack(distributions) if distributions else None)
+        return Proposal(tokens, torch.stack(distributions) if distributions else None, torch.stack(margins) if margins else None)
 
     def _layer(self, tokens: torch.Tensor, g: torch.Tensor, position: int, cached: int) -> torch.Tensor:
         """Run the layer on T rows from ``position`` on, after the first ``cached`` keys; returns the last row's output [1, H]."""

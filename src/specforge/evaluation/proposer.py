@@ -10,10 +10,14 @@ import torch
 
 @dataclass
 class Proposal:
-    """n drafted tokens and, when they were sampled, the distribution [n, V] each was drawn from (over the target vocabulary)."""
+    """n drafted tokens and, when they were sampled, the distribution [n, V] each was drawn from (over the target vocabulary).
+
+    ``margins`` [n], where a proposer gives them: how far each argmax's logit lies above the next one (0 is a tie).
+    """
 
     tokens: list[int]
     probabilities: torch.Tensor | None = None
+    margins: torch.Tensor | None = None
 
 
 class Proposer(ABC):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import uuid
 from pathlib import Path
@@ -24,6 +25,7 @@ from specforge.training.strategies.base import DraftTrainStrategy
 ExportFormat = Literal["sglang", "hf"]
 FORMATS: tuple[str, ...] = ("sglang", "hf")
 EMBEDDING = "embed_tokens.weight"
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def write_export(folder: Path, model: nn.Module, strategy: DraftTrainStrategy, architecture: DraftArchitecture, target: TargetFacts, *,
@@ -33,10 +35,7 @@ def write_export(folder: Path, model: nn.Module, strategy: DraftTrainStrategy, a
     ``sglang``: the weights a server reads. ``hf``: those and the embedding and tokenizer, so that the folder stands alone.
     Raises :class:`ExportError`; :class:`RunError` when the disk is full.
     """
-    if export_format not in FORMATS:
-        raise ExportError(f"format={export_format}: unknown; allowed are {', '.join(FORMATS)}.")
-    if folder.exists() and not (folder / "specforge_export.json").is_file() and any(folder.iterdir()):
-        raise ExportError(f"output={folder}: exists and is not an export of ours; name another folder.")
+    check_output(folder, export_format)
     outer = strategy.outer_export(architecture, target, export_format)
     tensors = exported_tensors(model, outer, architecture, dtype)
     if export_format == "hf":
@@ -55,17 +54,30 @@ def write_export(folder: Path, model: nn.Module, strategy: DraftTrainStrategy, a
         _write(staging, tensors, config, {"format": export_format, "specforge": __version__, **card})
         if export_format == "hf" and tokenizer_folder is not None:
             _copy_tokenizer(tokenizer_folder, staging)
-        verify_folder(staging, target, allowed_extra=(EMBEDDING,) if export_format == "hf" else ())
+        try:
+            verify_folder(staging, target, allowed_extra=(EMBEDDING,) if export_format == "hf" else ())
+        except ExportError as error:
+            raise ExportError(str(error).replace(str(staging), str(folder))) from None
         if folder.exists():
             shutil.rmtree(folder)
         os.rename(staging, folder)
     except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        raise RunError(f"disk full while exporting to {folder}; nothing half-written is left. Free some space and start the same command again.") from error
+        what = "disk full" if error.errno in _FULL else f"{error.filename or 'a file'} could not be written ({error.strerror or error})"
+        raise RunError(f"{what} while exporting to {folder}; nothing half-written is left and an earlier export is as it was. "
+                       "Free some space or name another output, and start the same command again.") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return config
+
+
+def check_output(folder: Path, export_format: str) -> None:
+    """Raise :class:`ExportError` for an unknown format or a folder that holds something else than an export of ours."""
+    if export_format not in FORMATS:
+        raise ExportError(f"format={export_format}: unknown; allowed are {', '.join(FORMATS)}.")
+    if folder.is_dir() and not (folder / "specforge_export.json").is_file() and any(folder.iterdir()):
+        raise ExportError(f"output={folder}: exists and is not an export of ours; name another folder.")
+    if folder.exists() and not folder.is_dir():
+        raise ExportError(f"output={folder}: is a file; name a folder.")
 
 
 def _write(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any], card: dict[str, Any]) -> None:
@@ -74,8 +86,9 @@ def _write(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any
 
     try:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    except SafetensorError as error:  # it hides the operating system's error
-        raise OSError(errno.ENOSPC if "28" in str(error) else errno.EIO, str(error)) from error
+    except SafetensorError as error:  # it hides the operating system's error in its text
+        number = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (folder / "specforge_export.json").write_text(json.dumps(card, indent=2, default=str) + "\n")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import os
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import torch
 
 from specforge.errors import ConfigError
 from specforge.inference.target_engine.base import TargetEngine, resolve_dtype
+from specforge.runtime.contracts import TargetIdentity
 
 
 def resolve_device(name: str) -> torch.device:
@@ -29,21 +32,34 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def build_engine(config: dict[str, Any], device: torch.device) -> TargetEngine:
-    """The engine of ``config['target_backend']`` for the target that the front end resolved (``target.resolved_path``)."""
-    from specforge.config.build import build
+def configured_identity(config: dict[str, Any]) -> TargetIdentity:
+    """The target of a run, with the chat template and the template's arguments that the run uses: the one home of this digest."""
+    import json
+
     from specforge.data.chat_template import read_template
     from specforge.modeling.target import target_identity
 
+    data = config["data"]
+    template, arguments = read_template(data.get("chat_template")), data.get("template_arguments")
+    identity = target_identity(config["target"]["resolved_path"], config["target"].get("revision"), template)
+    if not arguments:
+        return identity
+    digest = hashlib.blake2b((identity.template_digest + json.dumps(arguments, sort_keys=True)).encode(), digest_size=16).hexdigest()
+    return dataclasses.replace(identity, template_digest=digest)
+
+
+def build_engine(config: dict[str, Any], device: torch.device) -> TargetEngine:
+    """The engine of ``config['target_backend']`` for the target that the front end resolved (``target.resolved_path``)."""
+    from specforge.config.build import build
+
     folder = Path(config["target"]["resolved_path"])
-    template = read_template(config["data"].get("chat_template"))
     return build(
         config["target_backend"],
         expects=TargetEngine,  # type: ignore[type-abstract]
         plugins=config.get("plugins") or (),
         target_folder=folder,
         device=device,
-        identity=target_identity(folder, config["target"].get("revision"), template),
+        identity=configured_identity(config),
         trust_remote_code=bool(config["target"].get("trust_remote_code")),
     )
 

@@ -19,13 +19,16 @@ DraftFamily = Literal["eagle3", "dflash"]
 SGLANG_EAGLE3_EXCEPTIONS: dict[str, SglangRule] = {
     "DeepseekV2ForCausalLM": "plus_one_if_first_is_one",
     "DeepseekV3ForCausalLM": "plus_one_if_first_is_one",
+    "DeepseekV32ForCausalLM": "plus_one_if_first_is_one",
+    "GlmMoeDsaForCausalLM": "plus_one_if_first_is_one",
+    "MistralLarge3ForCausalLM": "plus_one_if_first_is_one",
     "KimiK25ForConditionalGeneration": "plus_one_if_first_is_one",
     "Glm4MoeLiteForCausalLM": "plus_one_if_first_is_one",
     "GptOssForCausalLM": "raw_if_max_is_num_layers",
 }
 
 
-def check_layer_ids(layer_ids: Sequence[int], num_layers: int, where: str = "strategy.aux_layer_ids") -> tuple[int, ...]:
+def check_layer_ids(layer_ids: Sequence[int], num_layers: int, where: str = "strategy.aux_hidden_state_layer_ids") -> tuple[int, ...]:
     """The ids as a tuple; :class:`TargetError` unless they are ascending, distinct and within 0 … ``num_layers`` − 1."""
     ids = tuple(int(i) for i in layer_ids)
     if any(not 0 <= i < num_layers for i in ids):
@@ -61,14 +64,14 @@ def sglang_setter_ids(layer_ids: Sequence[int], num_layers: int, target_class: s
     if num_layers - 1 in ids:
         raise TargetError(
             f"layer {num_layers - 1} is the last of {num_layers}: SGLang cannot capture its output. "
-            f"Use ids up to {num_layers - 2} in strategy.aux_layer_ids"
+            f"Use ids up to {num_layers - 2} in strategy.aux_hidden_state_layer_ids"
         )
     rule = SGLANG_EAGLE3_EXCEPTIONS.get(target_class, "output_side") if family == "eagle3" else "output_side"
     if rule != "plus_one_if_first_is_one" or not ids or ids[0] == 1:
         return ids
     if ids[0] == 0:
         raise TargetError(
-            f"strategy.aux_layer_ids={ids}: SGLang's {target_class} would read the input-side form {[i + 1 for i in ids]} as output-side "
+            f"strategy.aux_hidden_state_layer_ids={ids}: SGLang's {target_class} would read the input-side form {[i + 1 for i in ids]} as output-side "
             "ids, because it begins with 1. Begin with any layer but 0"
         )
     return [i + 1 for i in ids]

@@ -5,6 +5,7 @@ Everything up to the run folder leaves nothing behind, so that a mistake costs n
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from specforge.config.derive import derive, run_name
 from specforge.config.from_run import compose_from_run, run_argument, split_flags
 from specforge.config.rules import enforce
 from specforge.config.schema import GROUPS, SCHEMAS
+from specforge.config.undo import undone_when_refused
 from specforge.errors import ConfigError, SpecForgeError
 
 if TYPE_CHECKING:
@@ -29,6 +31,15 @@ if TYPE_CHECKING:
 
 # Commands that only print: no run folder.
 EPHEMERAL = ("show_sample",)
+# Groups whose files a command reads; the others read what a run or their own keys name.
+_READ_BY = {
+    "train": GROUPS,
+    "plan": ("data", "draft"),  # features may still be to come
+    "prepare": ("data",),
+    "capture": ("data",),
+    "show_sample": ("data",),
+    "evaluate": ("data", "topology"),
+}
 
 
 class Interrupted(SpecForgeError):
@@ -82,7 +93,8 @@ def make_ready(command: str, arguments: Sequence[str], *, prepare: bool = True) 
     problems = check_node(derived.config["draft"], "draft", config.get("plugins") or ()) if derived.facts else []
     if problems:
         raise ConfigError(problems)
-    check_inputs(derived.config, command)
+    if derived.facts is not None:  # else plan says that the target is still to come
+        check_inputs(derived.config, command if prepare else "plan")
     warnings = enforce(derived.config, composed.choices, derived.facts, command)
     run_dir = Path(config["run"]) if run is not None else None
     return Ready(command, derived.config, composed.choices, composed.overrides, derived.facts, run_dir, warnings, derived.notes)
@@ -91,16 +103,17 @@ def make_ready(command: str, arguments: Sequence[str], *, prepare: bool = True) 
 def check_inputs(config: dict[str, Any], command: str) -> None:
     """Files that the configuration names must be there before a run folder is made.
 
-    A component that reads files offers ``check_paths()``, which raises its own error.
+    A component that reads files offers ``check_paths()`` and a command with keys of its own ``check_inputs(config)``; both raise
+    their own error.
     """
     if command == "export" and not config["run"]:
         raise ConfigError("run: missing — export writes the draft of a training run. Name it with run=outputs/<name>/<run>.")
     if command == "evaluate" and not (config["run"] or config["draft_folder"]):
         raise ConfigError("run: missing — name a run with run=outputs/<name>/<run>, or a published draft with draft_folder=<folder>.")
-    if command not in ("train", "prepare", "capture", "show_sample"):
-        return  # the others read what a run or their own keys name
+    if command not in ("train", "plan") and hasattr(module := command_module(command), "check_inputs"):
+        module.check_inputs(config)
     plugins = config.get("plugins") or ()
-    for group in GROUPS:
+    for group in _READ_BY.get(command, ()):
         node = config.get(group)
         if isinstance(node, dict) and "_target_" in node and hasattr(component_class(node, plugins), "check_paths"):
             component: Any = build(node, expects=object, plugins=plugins)
@@ -142,13 +155,18 @@ def execute(ready: Ready) -> int:
     if ready.command in EPHEMERAL:
         with tempfile.TemporaryDirectory(prefix="specforge-") as scratch:
             return command_module(ready.command).run(ready.config, Path(scratch))
-    run_dir, path = freeze_ready(ready)
-    report(f"run folder {shown(run_dir)}")
-    return run_frozen(path, run_dir)
+    with contextlib.ExitStack() as held:
+        continued = ready.run_dir is not None and ready.command == "train"
+        if continued:  # before its files are written: another process may be at work in it
+            held.enter_context(freeze.lock(ready.run_dir))  # type: ignore[arg-type]
+        undo = held.enter_context(undone_when_refused(ready.run_dir, report))
+        undo.made = run_dir, path = freeze_ready(ready)
+        report(f"run folder {shown(run_dir)}")
+        return run_frozen(path, run_dir, locked=continued)
 
 
-def run_frozen(path: Path, run_dir: Path) -> int:
-    """Run what a frozen configuration file says, in ``run_dir``.
+def run_frozen(path: Path, run_dir: Path, *, locked: bool = False) -> int:
+    """Run what a frozen configuration file says, in ``run_dir``; ``locked`` when the caller holds the run folder's lock.
 
     Raises:
         Interrupted: Ctrl-C; the message says what is kept and how to go on.
@@ -162,7 +180,7 @@ def run_frozen(path: Path, run_dir: Path) -> int:
 
                 torch.set_num_threads(int(config["num_threads"]))
             return command_module(command).run(config, run_dir)
-        with freeze.lock(run_dir):
+        with contextlib.nullcontext() if locked else freeze.lock(run_dir):
             return _train(config, run_dir)
     except KeyboardInterrupt:
         raise Interrupted(f"Interrupted. {kept(run_dir, command)}") from None

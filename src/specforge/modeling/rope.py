@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from specforge.errors import ConfigError
+
 
 class _RopeConfig:
     """The few attributes that transformers' RoPE initialisers read from a model config."""
@@ -23,8 +25,13 @@ class _RopeConfig:
 
 
 def inverse_frequencies(rope: dict[str, Any], head_dim: int, max_position_embeddings: int) -> tuple[torch.Tensor, float]:
-    """Frequencies [rotary_dim/2] in float32 and the factor on cos and sin, by transformers' own initialiser of that type."""
+    """Frequencies [rotary_dim/2] in float32 and the factor on cos and sin, by transformers' own initialiser of that type.
+
+    Raises :class:`ConfigError` for an unknown type or a key that the type needs and ``rope`` lacks.
+    """
     kind = rope.get("rope_type", "default")
+    if rope.get("rope_theta") is None:
+        raise ConfigError(f"draft.rope: {rope} — lacks rope_theta. Set draft.rope=null to take the target's, or give it.")
     if kind == "default":
         rotary_dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
         exponent = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
@@ -32,8 +39,11 @@ def inverse_frequencies(rope: dict[str, Any], head_dim: int, max_position_embedd
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     if kind not in ROPE_INIT_FUNCTIONS:
-        raise ValueError(f"draft.rope.rope_type: {kind!r} is unknown; allowed: default, {', '.join(sorted(ROPE_INIT_FUNCTIONS))}")
-    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](_RopeConfig(rope, head_dim, max_position_embeddings), torch.device("cpu"))
+        raise ConfigError(f"draft.rope.rope_type: {kind!r} — is unknown. Allowed: default, {', '.join(sorted(ROPE_INIT_FUNCTIONS))}.")
+    try:
+        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](_RopeConfig(rope, head_dim, max_position_embeddings), torch.device("cpu"))
+    except KeyError as error:
+        raise ConfigError(f"draft.rope: {rope} — rope_type {kind} needs {error}. Set draft.rope=null to take the target's.") from None
     return frequencies.float(), float(factor)
 
 

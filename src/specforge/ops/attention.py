@@ -41,8 +41,8 @@ class CausalDocumentMask:
             padding = (query_document[b, q] < 0) & (k == 0)
             return padding | ((query_document[b, q] == key_document[b, k]) & (k <= query_index[b, q]))
 
-        return create_block_mask(rule, query_document.shape[0], None, query_document.shape[1], key_document.shape[1],
-                                 device=str(query_document.device), _compile=query_document.is_cuda)
+        # Not compiled: every batch has other tensors in the rule, and the mask costs less than looking for its kernel.
+        return create_block_mask(rule, query_document.shape[0], None, query_document.shape[1], key_document.shape[1], device=str(query_document.device))
 
 
 Mask = torch.Tensor | CausalDocumentMask | None
@@ -76,10 +76,19 @@ def flex_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any,
     if _compiled_flex is None:
         from torch.nn.attention.flex_attention import flex_attention as flex
 
-        _compiled_flex = torch.compile(flex, dynamic=False) if q.is_cuda else flex
+        _compiled_flex = torch.compile(flex, dynamic=True) if q.is_cuda else flex
     o, aux = _compiled_flex(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), block_mask=mask, scale=scale,
                             enable_gqa=q.shape[2] != k.shape[2], return_aux=AuxRequest(lse=True))
     return o.transpose(1, 2), aux.lse.transpose(1, 2)
+
+
+# Narrower heads have no flex kernel.
+_FLEX_MIN_WIDTH = 16
+
+
+def fastest_attention(device: torch.device, query_key_width: int) -> Attend:
+    """The operator to use on ``device``: flex on a GPU, materialised scores on a CPU and for very narrow heads."""
+    return flex_attention if device.type == "cuda" and query_key_width >= _FLEX_MIN_WIDTH else plain_attention
 
 
 def unroll_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: Any, scale: float,

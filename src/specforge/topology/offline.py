@@ -13,6 +13,7 @@ import torch
 from specforge.errors import FeatureError
 from specforge.runtime.contracts import INPUT_IDS, LOSS_MASK, CaptureSpec, PromptTask, SampleRef, TargetIdentity
 from specforge.runtime.data_plane.collate import FeatureLayout
+from specforge.runtime.data_plane.feature_files import require_feature_folder
 from specforge.runtime.data_plane.feature_store import FeatureStore
 from specforge.runtime.data_plane.file_store import FeatureFileStore
 from specforge.topology.base import RefSource, Topology
@@ -31,6 +32,10 @@ class OfflineTopology(Topology):
     def __init__(self, *, features_dir: str, verify_checksums: bool) -> None:
         self.features_dir = features_dir
         self.verify_checksums = verify_checksums
+
+    def check_paths(self) -> None:
+        """Raise :class:`FeatureError` now for a folder that holds no features, before anything is loaded."""
+        require_feature_folder(Path(self.features_dir).expanduser())
 
     def open(
         self,

@@ -12,15 +12,16 @@ import torch
 from torch import nn
 
 from specforge.config.build import build
-from specforge.data.vocabulary_map import VocabularyMap
-from specforge.errors import CheckpointError, ConfigError
+from specforge.data.vocabulary_map import VocabularyMap, supervised_counts
+from specforge.errors import CheckpointError
+from specforge.inference.engine_factory import configured_identity
 from specforge.modeling.draft.base import DraftArchitecture
-from specforge.modeling.target import TargetHead, load_embedding, load_final_norm, target_identity
+from specforge.modeling.target import TargetHead, load_embedding, load_final_norm
 from specforge.modeling.target_facts import TargetFacts
 from specforge.modeling.warm_start import warm_start_weights
 from specforge.runtime.contracts import TargetIdentity
 from specforge.training.checkpoint import Checkpoint
-from specforge.training.identity import DraftIdentity
+from specforge.training.identity import WEIGHT_FACTS, DraftIdentity
 from specforge.training.strategies.base import DraftTrainStrategy
 
 if TYPE_CHECKING:
@@ -49,15 +50,16 @@ class Parts:
             config=config,
             folder=folder,
             facts=TargetFacts.from_folder(folder),
-            identity=target_identity(folder, config["target"].get("revision"), config["data"].get("chat_template")),
+            identity=configured_identity(config),
             architecture=build(config["draft"], expects=DraftArchitecture, plugins=plugins),  # type: ignore[type-abstract]
             strategy=build(config["strategy"], expects=DraftTrainStrategy, plugins=plugins),  # type: ignore[type-abstract]
         )
 
     def draft_identity(self, vocabulary: VocabularyMap) -> DraftIdentity:
         """What a checkpoint of this draft belongs to."""
-        return DraftIdentity.make(self.architecture.name, self.strategy.name, self.architecture.plain_config(), self.config["strategy"],
-                                  self.identity, vocabulary_digest(vocabulary))
+        strategy = {**self.config["strategy"], WEIGHT_FACTS: self.strategy.weight_facts(self.config["strategy"], self.facts)}
+        return DraftIdentity.make(self.architecture.name, self.strategy.name, self.architecture.plain_config(), strategy, self.identity,
+                                  vocabulary_digest(vocabulary))
 
     def head(self, dtype: torch.dtype, device: torch.device) -> TargetHead:
         return TargetHead.load(self.folder, dtype, device)
@@ -70,8 +72,9 @@ class Parts:
             vocabulary = read_published(published).vocabulary(self.facts.vocab_size)
         else:
             vocabulary = VocabularyMap.count(dataset, self.facts.vocab_size, self.config["strategy"].get("draft_vocab_size"))
-        tell(f"draft vocabulary: {vocabulary.draft_vocab_size} of {vocabulary.vocab_size} tokens, "
-             f"{100 * vocabulary.coverage:.1f} % of the supervised tokens")
+        # A published draft's vocabulary was counted elsewhere: its coverage of this data is worth knowing too.
+        coverage = vocabulary.coverage if published is None else coverage_of(vocabulary, dataset)
+        tell(f"draft vocabulary: {vocabulary.draft_vocab_size} of {vocabulary.vocab_size} tokens, {100 * coverage:.1f} % of the supervised tokens")
         return vocabulary
 
     def new_draft(self, vocabulary: VocabularyMap, tell: Tell) -> nn.Module:
@@ -98,13 +101,26 @@ class Parts:
             raise CheckpointError(f"{checkpoint.path} holds no vocabulary map ({error}); it is not a draft of strategy {self.strategy.name}.") from None
         checkpoint.require(self.draft_identity(vocabulary))
         model = self.strategy.build_model(self.architecture, self.facts, vocabulary, load_embedding(self.folder, torch.float32))
-        model.load_state_dict(weights)
-        return to_dtype(model, dtype).to(device).eval()
+        try:
+            model.load_state_dict(weights)
+        except RuntimeError as error:
+            raise CheckpointError(f"checkpoint {checkpoint.path} is of another draft: {error}") from None
+        return model.to(dtype).to(device).eval()
 
 
-def to_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Floating-point parameters and buffers in ``dtype``; the maps stay integers."""
-    return model.to(dtype)
+def cast_buffers(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Frozen floating-point buffers (the embedding) in the dtype the draft runs in; parameters keep theirs until masters are made."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                setattr(module, name, buffer.to(dtype))
+    return model
+
+
+def coverage_of(vocabulary: VocabularyMap, dataset: TokenizedDataset) -> float:
+    """Share of the dataset's supervised tokens that the draft knows."""
+    counts = torch.from_numpy(supervised_counts(dataset, vocabulary.vocab_size))
+    return float(counts[vocabulary.t2d].sum() / counts.sum().clamp(min=1))
 
 
 def vocabulary_digest(vocabulary: VocabularyMap) -> str:
@@ -117,7 +133,5 @@ def published_folder(architecture: DraftArchitecture) -> Path | None:
     start = getattr(architecture, "init_from", "random")
     if start in ("random", "target"):
         return None
-    folder = Path(start).expanduser()
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"draft.init_from: {start} — allowed are random, target, or the folder of a published draft (with config.json).")
-    return folder
+    architecture.check_paths()
+    return Path(start).expanduser()

@@ -8,6 +8,9 @@ from typing import Any
 
 from specforge.runtime.contracts import TargetIdentity
 
+# Where ``strategy_config`` keeps what the weights hang on (``DraftTrainStrategy.weight_facts``).
+WEIGHT_FACTS = "weight_facts"
+
 
 @dataclass(frozen=True)
 class DraftIdentity:
@@ -48,6 +51,12 @@ class DraftIdentity:
             f"draft.{key}: {other.draft.get(key)} in the checkpoint, {self.draft.get(key)} in this run"
             for key in keys
             if self.draft.get(key) != other.draft.get(key)
+        ]
+        mine, theirs = (side.strategy_config.get(WEIGHT_FACTS) or {} for side in (self, other))
+        found += [
+            f"strategy.{key}: {theirs[key]} in the checkpoint, {mine[key]} in this run"
+            for key in mine
+            if key in theirs and mine[key] != theirs[key]
         ]
         found += [f"target ({other.target.path} and {self.target.path}) {line}" for line in other.target.differences(self.target)]
         return found

@@ -162,7 +162,7 @@ class Session:
             why = "a signal" if signum else "trainer.time_limit_minutes"
             self.tracker.message(
                 f"stopped by {why} at step {self.progress.step} of {self.total_steps}; saved in {latest}. "
-                f"Continue with run={latest.parents[1]}"
+                f"Continue with: specforge run={_typed(latest.parents[1])}"
             )
         return TrainResult(
             self.progress.step,
@@ -175,6 +175,11 @@ class Session:
             self.seconds,
             self.progress.tokens,
         )
+
+
+def _typed(path: Path) -> str:
+    """A path as short as it can be typed here."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def _on_main(group: Group, action: Callable[[], Any]) -> Any:

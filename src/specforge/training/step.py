@@ -116,6 +116,6 @@ def not_finite(context: StepContext, batches: Sequence[TrainBatch], bad: Sequenc
         what, samples = "the gradient", [sample for part in group.all_gather_object(here) for sample in part]
     shown = ", ".join(samples[:8]) + (f" and {len(samples) - 8} more" if len(samples) > 8 else "")
     return NumericalError(
-        f"step {context.step + 1}: {what} is not finite; samples: {shown or 'none'}. The weights were not updated and the last "
+        f"step {context.step + 1}: {what} is not finite; samples: {shown or 'none'}. The weights were not updated and every "
         "checkpoint is intact. Lower optimizer.lr, raise scheduler.warmup_steps, set trainer.clip_norm, or look at these samples."
     )

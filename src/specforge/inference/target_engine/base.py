@@ -13,6 +13,8 @@ from specforge.runtime.contracts import CapturedFeatures, CaptureSpec, PromptTas
 class TargetEngine(ABC):
     """One frozen target that captures features and generates answers; never trains and never sees the draft.
 
+    Calls may come from two threads at once (prefetch and evaluation); an engine that keeps state during a call lets one wait.
+
     Attributes: ``identity`` names the model in every feature; ``hidden_size`` H and ``num_layers`` N are the text model's;
     ``stop_token_ids`` are the tokens after which the model's own generation config ends a reply.
     """

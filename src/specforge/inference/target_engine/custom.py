@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,7 +17,8 @@ from specforge.runtime.contracts import CapturedFeatures, CaptureSpec, PromptTas
 class CustomTargetEngine(TargetEngine):
     """Hands every call to ``engine``, a partial (``_partial_: true``) that is finished here with the runtime objects.
 
-    The user's class is called with ``target_folder``, ``device``, ``identity`` and ``trust_remote_code`` besides its own keys.
+    The user's class is called with ``target_folder``, ``device``, ``identity`` and ``trust_remote_code`` besides its own keys. It
+    never sees two calls at once.
     """
 
     runtime_arguments: ClassVar[tuple[str, ...]] = ("target_folder", "device", "identity", "trust_remote_code")
@@ -36,9 +38,11 @@ class CustomTargetEngine(TargetEngine):
         self.hidden_size = made.hidden_size
         self.num_layers = made.num_layers
         self.stop_token_ids = tuple(getattr(made, "stop_token_ids", ()))
+        self._one_call = threading.Lock()
 
     def capture(self, tasks: Sequence[PromptTask], spec: CaptureSpec) -> list[CapturedFeatures]:
-        return self.engine.capture(tasks, spec)
+        with self._one_call:
+            return self.engine.capture(tasks, spec)
 
     def generate(
         self,
@@ -50,9 +54,10 @@ class CustomTargetEngine(TargetEngine):
         seed: int | Sequence[int],
         stop_token_ids: Sequence[int],
     ) -> list[list[int]]:
-        return self.engine.generate(
-            prompts, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, stop_token_ids=stop_token_ids
-        )
+        with self._one_call:
+            return self.engine.generate(
+                prompts, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, stop_token_ids=stop_token_ids
+            )
 
     def close(self) -> None:
         self.engine.close()

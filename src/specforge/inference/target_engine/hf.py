@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -65,6 +66,8 @@ class HFTargetEngine(TargetEngine):
         self._kept: dict[int, Tensor] = {}  # outputs of the wanted layers during one forward
         self._wanted: frozenset[int] = frozenset()
         self._keep_dtype = self.dtype
+        # Hooks write into the engine, and the prefetch thread captures while the main thread evaluates: one forward at a time.
+        self._one_forward = threading.RLock()
         for layer_id, layer in enumerate(_find_layers(self.decoder, self.num_layers)):
             layer.register_forward_hook(self._hook(layer_id))
 
@@ -75,7 +78,8 @@ class HFTargetEngine(TargetEngine):
         results: list[CapturedFeatures | None] = [None] * len(tasks)
         for batch in token_batches([len(task.input_ids) for task in tasks], self.batch_tokens):
             try:
-                captured = self._capture_batch([tasks[i] for i in batch], spec)
+                with self._one_forward:
+                    captured = self._capture_batch([tasks[i] for i in batch], spec)
             except torch.OutOfMemoryError as error:
                 raise RunError(
                     f"the device ran out of memory while the target read {len(batch)} samples of up to {len(tasks[batch[0]].input_ids)} "
@@ -130,13 +134,14 @@ class HFTargetEngine(TargetEngine):
         """Post-norm hidden [R,H] → logits [R,V] by the model's own head, its scale, bias and soft-cap included."""
         # The causal model is run over a decoder that answers with ``hidden``: whatever the class does after its decoder is kept.
         placeholder = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=self.device)
-        answer = self.decoder(input_ids=placeholder[:, :1], use_cache=False, return_dict=True)
-        answer = type(answer)(**{**answer, "last_hidden_state": hidden.unsqueeze(0)})
-        self.decoder.forward = lambda *args, **kwargs: answer
-        try:
-            return self.model(input_ids=placeholder, use_cache=False, return_dict=True).logits[0]
-        finally:
-            del self.decoder.forward
+        with self._one_forward:
+            answer = self.decoder(input_ids=placeholder[:, :1], use_cache=False, return_dict=True)
+            answer = type(answer)(**{**answer, "last_hidden_state": hidden.unsqueeze(0)})
+            self.decoder.forward = lambda *args, **kwargs: answer
+            try:
+                return self.model(input_ids=placeholder, use_cache=False, return_dict=True).logits[0]
+            finally:
+                del self.decoder.forward
 
     @torch.no_grad()
     def forward_cached(self, input_ids: Tensor, cache: Any | None, aux_layer_ids: Sequence[int]) -> tuple[Tensor, Tensor, Any]:
@@ -148,15 +153,16 @@ class HFTargetEngine(TargetEngine):
             from transformers import DynamicCache
 
             cache = DynamicCache()
-        self._keep(aux_layer_ids, self.dtype)
-        try:
-            cached = {cache_argument(self.model): cache}
-            output = self.model(input_ids=input_ids.to(self.device), use_cache=True, return_dict=True, **cached)
-            parts = [self._kept[i][0] for i in aux_layer_ids]
-            aux = torch.cat(parts, dim=-1) if parts else output.logits.new_zeros(input_ids.shape[1], 0)
-            return output.logits[0].float(), aux, cache
-        finally:
-            self._keep((), self.dtype)
+        with self._one_forward:
+            self._keep(aux_layer_ids, self.dtype)
+            try:
+                cached = {cache_argument(self.model): cache}
+                output = self.model(input_ids=input_ids.to(self.device), use_cache=True, return_dict=True, **cached)
+                parts = [self._kept[i][0] for i in aux_layer_ids]
+                aux = torch.cat(parts, dim=-1) if parts else output.logits.new_zeros(input_ids.shape[1], 0)
+                return output.logits[0].float(), aux, cache
+            finally:
+                self._keep((), self.dtype)
 
     def crop_cache(self, cache: Any, length: int) -> Any:
         """Forget every position from ``length`` on."""
@@ -175,15 +181,16 @@ class HFTargetEngine(TargetEngine):
         seed: int | Sequence[int],
         stop_token_ids: Sequence[int],
     ) -> list[list[int]]:
-        return generate_batched(
-            self.model,
-            prompts,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            seed=seed,
-            stop_token_ids=stop_token_ids,
-        )
+        with self._one_forward:
+            return generate_batched(
+                self.model,
+                prompts,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                seed=seed,
+                stop_token_ids=stop_token_ids,
+            )
 
     def close(self) -> None:
         self._kept = {}

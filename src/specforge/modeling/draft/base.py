@@ -5,11 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from specforge.errors import ConfigError
 from specforge.modeling.target_facts import TargetFacts
 
 Rope = tuple[torch.Tensor, torch.Tensor]
@@ -87,6 +89,12 @@ class DraftArchitecture(ABC):
     @abstractmethod
     def plain_config(self) -> dict[str, Any]:
         """The constructor's arguments, stored in checkpoints instead of any ``_target_``."""
+
+    def check_paths(self) -> None:
+        """Raise :class:`ConfigError` when ``init_from`` names neither a way to start nor the folder of a published draft."""
+        start = getattr(self, "init_from", "random")
+        if start not in ("random", "target") and not (Path(start).expanduser() / "config.json").is_file():
+            raise ConfigError(f"draft.init_from: {start} — allowed are random, target, or a published draft's folder (with config.json).")
 
     def warm_start_names(self) -> dict[str, str]:
         """Parameters below a layer that can start from the target's own layer: ours -> theirs. Empty: no warm start."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
+from specforge.errors import ConfigError
 from specforge.modeling.draft.base import AttentionFacts, DraftArchitecture, DraftAttention, RMSNorm, Rope
-from specforge.modeling.rope import RotaryEmbedding, rotate_half_pairs
+from specforge.modeling.rope import RotaryEmbedding, inverse_frequencies, rotate_half_pairs
 from specforge.modeling.target_facts import TargetFacts, rope_both_forms
 
 
@@ -57,16 +58,18 @@ class LlamaDraft(DraftArchitecture):
         rms_norm_eps: epsilon of every norm, null = the target's.
         max_position_embeddings: longest serving context, null = the target's; never smaller than it in an export.
         rope: RoPE parameters in the transformers v5 form, null = the target's.
-        init_from: ``random``, or ``target`` to start from the target's last layer, norm and head where shapes agree.
+        init_from: ``random``, ``target`` to start from the target's last layer, norm and head where shapes agree, or the folder of a
+            published draft.
     """
 
     name = "llama"
 
     def __init__(self, *, num_layers: int, hidden_size: int | None, intermediate_size: int | None, num_heads: int | None,
                  num_kv_heads: int | None, head_dim: int | None, rms_norm_eps: float | None, max_position_embeddings: int | None,
-                 rope: dict[str, Any] | None, init_from: Literal["random", "target"]) -> None:
-        dimensions = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads,
-                      "head_dim": head_dim, "rms_norm_eps": rms_norm_eps, "max_position_embeddings": max_position_embeddings, "rope": rope}
+                 rope: dict[str, Any] | None, init_from: str) -> None:
+        dimensions = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_heads": num_heads,
+                      "num_kv_heads": num_kv_heads, "head_dim": head_dim, "rms_norm_eps": rms_norm_eps,
+                      "max_position_embeddings": max_position_embeddings, "rope": rope}
         unset = [k for k, v in dimensions.items() if v is None]
         if unset:
             raise ValueError(f"draft: {', '.join(unset)} still null; fill_from_target takes them from the target")
@@ -74,7 +77,8 @@ class LlamaDraft(DraftArchitecture):
         self.num_layers, self.init_from = num_layers, init_from
         self.hidden_size, self.intermediate_size = int(hidden_size or 0), int(intermediate_size or 0)
         self.num_heads, self.num_kv_heads, self.head_dim = int(num_heads or 0), int(num_kv_heads or 0), int(head_dim or 0)
-        self.rms_norm_eps, self.max_position_embeddings, self.rope = float(rms_norm_eps or 0), int(max_position_embeddings or 0), dict(rope or {})
+        self.rms_norm_eps, self.max_position_embeddings = float(rms_norm_eps or 0), int(max_position_embeddings or 0)
+        self.rope = dict(rope or {})
 
     @classmethod
     def fill_from_target(cls, node: Mapping[str, Any], target: TargetFacts) -> dict[str, Any]:
@@ -86,6 +90,26 @@ class LlamaDraft(DraftArchitecture):
             own = filled["hidden_size"] != target.hidden_size or filled["num_heads"] != target.num_heads
             filled["head_dim"] = filled["hidden_size"] // filled["num_heads"] if own else target.head_dim
         return filled
+
+    @classmethod
+    def rules(cls, choices: Mapping[str, str], config: Mapping[str, Any]) -> list[str]:
+        node = config["draft"]
+        sizes = {key: node.get(key) for key in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim",
+                                                  "max_position_embeddings")}
+        problems = [f"draft.{key}: {value} — must be at least 1. Set draft.{key}=null to take the target's." for key, value in sizes.items()
+                    if isinstance(value, int) and value < 1]
+        if problems or None in sizes.values():  # the target is not on disk yet
+            return problems
+        if sizes["num_heads"] % sizes["num_kv_heads"]:
+            problems.append(f"draft.num_heads: {sizes['num_heads']} — must be a multiple of draft.num_kv_heads={sizes['num_kv_heads']}, "
+                            "since each of those serves equally many heads. Change one of them.")
+        if sizes["head_dim"] % 2:
+            problems.append(f"draft.head_dim: {sizes['head_dim']} — must be even, since RoPE turns pairs. Change draft.head_dim.")
+        try:
+            inverse_frequencies(node["rope"], sizes["head_dim"], node["max_position_embeddings"])
+        except ConfigError as error:
+            problems += error.problems
+        return problems
 
     def rotary(self) -> nn.Module:
         return RotaryEmbedding(self.rope, self.head_dim, self.max_position_embeddings)
@@ -115,7 +139,7 @@ class LlamaDraft(DraftArchitecture):
         return dict(self._config)
 
     def warm_start_names(self) -> dict[str, str]:
-        if self.init_from == "random":
+        if self.init_from != "target":
             return {}
         # The recurrent state takes the place of the residual stream, so hidden_norm starts as the target's input norm.
         norms = {"hidden_norm.weight": "input_layernorm.weight", "post_attention_layernorm.weight": "post_attention_layernorm.weight"}

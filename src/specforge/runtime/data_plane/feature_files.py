@@ -147,13 +147,19 @@ def read_manifests(folder: Path, target: TargetIdentity, capture: CaptureSpec) -
     return refs
 
 
-def check_header(folder: Path, target: TargetIdentity, capture: CaptureSpec) -> None:
-    """Refuse a folder that is no feature folder, or whose format version, target or capture is not this run's."""
+def require_feature_folder(folder: Path) -> Path:
+    """The header's path; :class:`FeatureError` when ``folder`` is no feature folder."""
     path = folder / HEADER
     if not path.is_file():
         raise FeatureError(
             f"{folder} holds no {HEADER}, so it is not a feature folder; write one with: python -m specforge capture output={folder}"
         )
+    return path
+
+
+def check_header(folder: Path, target: TargetIdentity, capture: CaptureSpec) -> None:
+    """Refuse a folder that is no feature folder, or whose format version, target or capture is not this run's."""
+    path = require_feature_folder(folder)
     try:
         header = json.loads(path.read_text(encoding="utf-8"))
         version = header["format_version"]

@@ -42,7 +42,10 @@ class FeatureFileStore(FeatureStore):
             if spec.name not in whole or row + spec.shape[0] > whole[spec.name].shape[0]:
                 raise FeatureError(f"{self.folder / shard}: rows {row} to {row + spec.shape[0]} of {spec.name} are missing; capture again")
             tensors[spec.name] = whole[spec.name].narrow(0, row, spec.shape[0])
-        check_stored(ref, tensors, self.checksums and ref.sample_id not in self._verified)
+        try:
+            check_stored(ref, tensors, self.checksums and ref.sample_id not in self._verified)
+        except FeatureError as error:
+            raise FeatureError(f"{self.folder}: {error}") from None
         self._verified.add(ref.sample_id)
         return tensors
 

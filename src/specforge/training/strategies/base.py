@@ -34,6 +34,8 @@ class DraftTrainStrategy(ABC):
     name: ClassVar[str]
     # Architecture name -> the class that SGLang loads this pair as (conventions §5); pairs that are not here are not served.
     serving_classes: ClassVar[dict[str, str]] = {}
+    # Keys of its configuration that may change while the weights stay usable, such as the numbers of the loss.
+    free_keys: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def aux_layer_ids(self, target: TargetFacts) -> tuple[int, ...]:
@@ -42,6 +44,11 @@ class DraftTrainStrategy(ABC):
     def capture_spec(self, target: TargetFacts, dtype: str) -> CaptureSpec:
         """What must be captured for :meth:`forward_loss`."""
         return CaptureSpec(self.aux_layer_ids(target), final_hidden=True, target_argmax=True, dtype=dtype)
+
+    def weight_facts(self, node: Mapping[str, Any], target: TargetFacts) -> dict[str, Any]:
+        """What the weights hang on: a checkpoint in which any of it differs is refused. ``node`` is this strategy's configuration."""
+        kept = {key: value for key, value in node.items() if key not in self.free_keys and not key.startswith("_")}
+        return {**kept, "aux_hidden_state_layer_ids": list(self.aux_layer_ids(target))}
 
     @abstractmethod
     def build_model(self, architecture: DraftArchitecture, target: TargetFacts, vocabulary: VocabularyMap,
@@ -63,6 +70,13 @@ class DraftTrainStrategy(ABC):
     @abstractmethod
     def outer_export(self, architecture: DraftArchitecture, target: TargetFacts, export_format: str) -> OuterExport:
         """The algorithm's half of the export map (names of fc, head, map; config keys); the architecture gives the other half."""
+
+    def serving_arguments(self, num_draft_tokens: int) -> dict[str, Any]:
+        """SGLang's flags, by name, with which this draft proposes ``num_draft_tokens`` a verify step, the draft's folder left out.
+
+        Empty for a strategy that SGLang does not serve.
+        """
+        return {}
 
     @abstractmethod
     def prefix_correctness(self, model: nn.Module, batch: TrainBatch, head: TargetHead,

@@ -9,8 +9,9 @@ import torch
 from pydantic import Field
 from torch import nn
 
+from specforge.modeling.target_facts import TargetFacts
 from specforge.modeling.wiring.eagle3 import Eagle3Draft, Eagle3Flags
-from specforge.ops.attention import flex_attention, plain_attention
+from specforge.ops.attention import fastest_attention, plain_attention
 from specforge.ops.soft_cross_entropy import soft_cross_entropy
 from specforge.runtime import contracts
 from specforge.runtime.contracts import StepContext, StepOutput, TrainBatch
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from specforge.export.weight_map import OuterExport
     from specforge.modeling.draft.base import DraftArchitecture
     from specforge.modeling.target import TargetHead
-    from specforge.modeling.target_facts import TargetFacts
 
 
 class Eagle3(DraftTrainStrategy):
@@ -39,6 +39,7 @@ class Eagle3(DraftTrainStrategy):
 
     name = "eagle3"
     serving_classes: ClassVar[dict[str, str]] = {"llama": "LlamaForCausalLMEagle3", "deepseek_mla": "Eagle3DeepseekV2ForCausalLM"}
+    free_keys: ClassVar[tuple[str, ...]] = ("ttt_length", "step_decay", "draft_vocab_size")  # the vocabulary has a digest of its own
 
     def __init__(self, *, ttt_length: Annotated[int, Field(ge=1, le=32)], step_decay: Annotated[float, Field(gt=0, le=1)],
                  draft_vocab_size: Annotated[int, Field(ge=2)] | None, aux_hidden_state_layer_ids: list[int] | None,
@@ -81,9 +82,9 @@ class Eagle3(DraftTrainStrategy):
     @staticmethod
     def _rows(model: nn.Module, batch: TrainBatch, num_steps: int) -> tuple[Eagle3Rows, Eagle3Draft]:
         """Aligned rows and the draft with the attention that is fast on its device."""
-        draft, on_gpu = _draft_of(model), batch.tensors[contracts.INPUT_IDS].is_cuda
-        draft.attend = flex_attention if on_gpu else plain_attention
-        return align(batch, num_steps, by_document=not on_gpu), draft
+        draft = _draft_of(model)
+        draft.attend = fastest_attention(batch.tensors[contracts.INPUT_IDS].device, draft.midlayer.self_attn.facts.query_key_width)
+        return align(batch, num_steps, by_document=draft.attend is plain_attention), draft
 
     @torch.no_grad()
     def _teacher(self, draft: Eagle3Draft, batch: TrainBatch, head: TargetHead, rows: Eagle3Rows) -> tuple[torch.Tensor, torch.Tensor]:
@@ -130,11 +131,20 @@ class Eagle3(DraftTrainStrategy):
 
         return eagle3_outer_export(self, architecture, target, export_format)
 
+    def serving_arguments(self, num_draft_tokens: int) -> dict[str, Any]:
+        # SGLang counts the root among the draft tokens: a chain of n drafts is n steps, one branch, n + 1 tokens.
+        return {"speculative_algorithm": "EAGLE3", "speculative_num_steps": num_draft_tokens, "speculative_eagle_topk": 1,
+                "speculative_num_draft_tokens": num_draft_tokens + 1}
+
     def rules(self, choices: dict[str, str], config: dict[str, Any]) -> list[str]:
         problems = []
         if config["draft"].get("num_layers") != 1:
             problems.append(f"draft.num_layers: {config['draft'].get('num_layers')} — strategy {self.name} trains one decoder layer. "
                             "Set draft.num_layers=1.")
+        folder, width = config["target"].get("resolved_path"), config["draft"].get("hidden_size")
+        if folder and isinstance(width, int) and width != (wanted := TargetFacts.from_folder(folder).hidden_size):
+            problems.append(f"draft.hidden_size: {width} — strategy {self.name} reads the target's own embedding of width {wanted}. "
+                            "Set draft.hidden_size=null.")
         return problems
 
 

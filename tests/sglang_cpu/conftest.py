@@ -1,0 +1,131 @@
+"""A real SGLang server on this machine's CPU, one at a time; without SGLang every test of this folder is skipped with the reason.
+
+``make test-sglang`` installs SGLang beside these tests. Its CPU kernels are replaced by plain torch (``stand_in/sgl_kernel``), since the
+package's own need AMX.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import specforge
+from specforge.inference.sglang_process import SGLangProcess
+
+HERE = Path(__file__).resolve().parent
+STAND_IN = HERE / "stand_in"
+NUM_PROMPTS = 32
+NEW_TOKENS = int(os.environ.get("P_N", "48"))
+
+# Both attention flags, because the one flag for both is quietly changed back on a CPU without AMX.
+CPU_ARGUMENTS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "prefill_attention_backend": "intel_amx",
+    "decode_attention_backend": "intel_amx",
+    "disable_overlap_schedule": True,
+    "disable_cuda_graph": True,
+    "skip_server_warmup": True,
+    "mem_fraction_static": 0.3,
+    "max_total_tokens": 8192,
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if importlib.util.find_spec("sglang") is None and not os.environ.get("PROBE"):
+        skip = pytest.mark.skip(reason="SGLang is not installed here; make test-sglang runs these tests")
+        for item in items:
+            if HERE in item.path.parents:
+                item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def cpu_arguments() -> dict[str, Any]:
+    """Flags with which SGLang serves on a CPU."""
+    return dict(CPU_ARGUMENTS)
+
+
+@pytest.fixture(scope="session")
+def cpu_environment() -> dict[str, str]:
+    """Environment in which SGLang, in a process of its own, finds the stand-in kernels and this package."""
+    source = Path(specforge.__file__).resolve().parents[1]
+    path = [str(STAND_IN), str(source), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {"PYTHONPATH": os.pathsep.join(path), "SGLANG_USE_CPU_ENGINE": "1"}
+
+
+@pytest.fixture(scope="session")
+def serve(tmp_path_factory: pytest.TempPathFactory, cpu_arguments: dict[str, Any], cpu_environment: dict[str, str],
+          ) -> Iterator[Callable[..., SGLangProcess]]:
+    """``serve(model_path, environment={}, **arguments)`` gives a running server.
+
+    The same call again gives the same server; another call ends it and starts another, so that one runs at a time.
+    """
+    running: dict[Any, SGLangProcess] = {}
+
+    def call(model_path: Path, environment: dict[str, str] | None = None, **arguments: Any) -> SGLangProcess:
+        key = (str(model_path), repr(sorted((environment or {}).items())), repr(sorted(arguments.items())))
+        if key not in running:
+            stop_all()
+            log = tmp_path_factory.mktemp("server") / "server.log"
+            merged = {**cpu_environment, **(environment or {})}
+            if environment and "PYTHONPATH" in environment:
+                merged["PYTHONPATH"] = os.pathsep.join((environment["PYTHONPATH"], cpu_environment["PYTHONPATH"]))
+            server = SGLangProcess(model_path=str(model_path), port=None, arguments={**cpu_arguments, **arguments}, environment=merged,
+                                   log_path=log, start_timeout_seconds=240)
+            server.start()
+            server.wait_ready()
+            running[key] = server
+        running[key].check_alive()
+        return running[key]
+
+    def stop_all() -> None:
+        for server in running.values():
+            server.stop()
+        running.clear()
+
+    yield call
+    stop_all()
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A target, a draft that knows its 32 conversations by heart, and the folder of both."""
+
+    folder: Path
+    target: Path
+    run_dir: Path
+
+    @property
+    def draft(self) -> Path:
+        """The export in the layout that a server loads; made by the first test that exports."""
+        return self.run_dir / "export" / "sglang"
+
+
+@pytest.fixture(scope="session")
+def proof(tmp_path_factory: pytest.TempPathFactory, make_tiny_target: Callable[..., Path], run_cli: Callable[..., Any]) -> Proof:
+    """32 prompts answered by the target itself, and a draft trained on nothing else until it knows them."""
+    folder = tmp_path_factory.mktemp("proof")
+    target = make_tiny_target(folder / "target", hidden_size=int(os.environ.get("P_H", "64")), intermediate_size=int(os.environ.get("P_I", "96")), initializer_range=float(os.environ.get("P_R","0.4")))
+    words = ["sun", "moon", "river", "stone", "bridge", "garden", "window", "paper", "winter", "market", "letter", "island"]
+    prompts = [{"id": f"p{i}", "prompt": f"the {words[i % 12]} and the {words[(7 * i + i // 12) % 12]} of {i}"} for i in range(NUM_PROMPTS)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    common = ["target=hf", f"target.path={target}", "device=cpu", "num_threads=2"]
+
+    def call(*arguments: str) -> Any:
+        outcome = run_cli(*arguments, cwd=folder)
+        assert outcome.code == 0, outcome.out + outcome.err
+        return outcome
+
+    call("regenerate", *common, "input=prompts.jsonl", "output=train.jsonl", f"max_new_tokens={NEW_TOKENS}", "batch_size=16")
+    trained = call(*common, "data=jsonl", f"data.train_path={folder}/train.jsonl", f"data.eval_path={folder}/train.jsonl",
+                   "data.max_length=200", "name=proof", "strategy.draft_vocab_size=280", "strategy.ttt_length=4", "optimizer.lr="+os.environ.get("P_LR","4e-3"),
+                   "trainer.epochs="+os.environ.get("P_E","120"), *os.environ.get("P_X","").split(), "trainer.global_batch_size=8", "trainer.save_every=10000", "trainer.eval_every=240",
+                   "trainer.log_every=120")  # fmt: skip
+    return Proof(folder, target, folder / trained.run_dir)
