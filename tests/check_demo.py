@@ -16,8 +16,9 @@ def main(folder: Path) -> int:
     checks = {
         f"accept_length {after['accept_length']:.3f} is at least 1.5": after["accept_length"] >= 1.5,
         f"its interval starts at {low:.3f}, above the untrained {before['accept_length']:.3f}": low > before["accept_length"],
-        f"{after['lossless_requests']} of {after['compared_requests']} outputs equal those without the draft":
-            after["compared_requests"] > 0 and after["lossless_requests"] == after["compared_requests"],
+        f"{after['lossless_requests']} of {after['compared_requests']} outputs equal those without the draft": after["compared_requests"]
+        > 0
+        and after["lossless_requests"] == after["compared_requests"],
         "the export is there": (run / "export/sglang/model.safetensors").is_file(),
     }
     for text, held in checks.items():

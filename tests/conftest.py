@@ -24,9 +24,19 @@ from specforge.runtime.contracts import TrainBatch
 from specforge.training.strategies.eagle3 import Eagle3
 
 TINY_TARGET = {
-    "model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 6, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 4, "vocab_size": 40, "rms_norm_eps": 1e-5, "max_position_embeddings": 64,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "tie_word_embeddings": False, "eos_token_id": 2,
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "vocab_size": 40,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 64,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
 }
 
 
@@ -39,8 +49,14 @@ def tiny_target_facts() -> TargetFacts:
 def make_strategy() -> Callable[..., Eagle3]:
     def make(**changes: Any) -> Eagle3:
         arguments: dict[str, Any] = {
-            "ttt_length": 3, "step_decay": 0.8, "draft_vocab_size": None, "aux_hidden_state_layer_ids": [1, 2, 4], "fc_norm": False,
-            "norm_before_fc": False, "norm_output": False, "norm_before_residual": False,
+            "ttt_length": 3,
+            "step_decay": 0.8,
+            "draft_vocab_size": None,
+            "aux_hidden_state_layer_ids": [1, 2, 4],
+            "fc_norm": False,
+            "norm_before_fc": False,
+            "norm_output": False,
+            "norm_before_residual": False,
         }
         return Eagle3(**{**arguments, **changes})
 
@@ -49,8 +65,18 @@ def make_strategy() -> Callable[..., Eagle3]:
 
 @pytest.fixture
 def tiny_architecture() -> LlamaDraft:
-    return LlamaDraft(num_layers=1, hidden_size=16, intermediate_size=24, num_heads=4, num_kv_heads=2, head_dim=4, rms_norm_eps=1e-5,
-                      max_position_embeddings=64, rope={"rope_type": "default", "rope_theta": 10000.0}, init_from="random")
+    return LlamaDraft(
+        num_layers=1,
+        hidden_size=16,
+        intermediate_size=24,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=4,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=64,
+        rope={"rope_type": "default", "rope_theta": 10000.0},
+        init_from="random",
+    )
 
 
 @pytest.fixture
@@ -60,8 +86,15 @@ def make_draft(tiny_architecture: LlamaDraft) -> Callable[..., Eagle3Draft]:
         ids = torch.arange(40) if kept is None else torch.tensor(sorted(kept))
         t2d = torch.zeros(40, dtype=torch.bool)
         t2d[ids] = True
-        draft = Eagle3Draft(tiny_architecture, target_hidden_size=16, num_aux=3, embedding=torch.randn(40, 16),
-                            d2t=ids - torch.arange(len(ids)), t2d=t2d, flags=strategy.flags)
+        draft = Eagle3Draft(
+            tiny_architecture,
+            target_hidden_size=16,
+            num_aux=3,
+            embedding=torch.randn(40, 16),
+            d2t=ids - torch.arange(len(ids)),
+            t2d=t2d,
+            flags=strategy.flags,
+        )
         for parameter in draft.parameters():  # norms away from one, so that a missing norm shows
             if parameter.dim() == 1:
                 torch.nn.init.uniform_(parameter, 0.5, 1.5)
@@ -93,11 +126,17 @@ def make_batch() -> Callable[..., TrainBatch]:
                 positions[b, start:end] = torch.arange(len(mask))
                 documents[b, start:end] = number
                 number, start = number + 1, end
-        return TrainBatch({
-            "input_ids": torch.randint(0, 40, shape, generator=generator), "loss_mask": loss_mask, "position_ids": positions,
-            "document_ids": documents, "aux_hidden_states": torch.randn(*shape, 48, generator=generator),
-            "final_hidden_states": torch.randn(*shape, 16, generator=generator),
-        }, tuple(str(i) for i in range(number)))
+        return TrainBatch(
+            {
+                "input_ids": torch.randint(0, 40, shape, generator=generator),
+                "loss_mask": loss_mask,
+                "position_ids": positions,
+                "document_ids": documents,
+                "aux_hidden_states": torch.randn(*shape, 48, generator=generator),
+                "final_hidden_states": torch.randn(*shape, 16, generator=generator),
+            },
+            tuple(str(i) for i in range(number)),
+        )
 
     return make
 
@@ -137,8 +176,9 @@ def make_tiny_target() -> Callable[..., Path]:
         backend = Tokenizer(models.BPE())
         backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
         alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<|im_start|>", "<|im_end|>"]
-        backend.train_from_iterator(_CORPUS, trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet,
-                                                                 show_progress=False))
+        backend.train_from_iterator(
+            _CORPUS, trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+        )
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"])
         tokenizer.chat_template = _CHATML
         tokenizer.save_pretrained(folder)
@@ -190,8 +230,9 @@ def start_cli(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome
             script.write_text(f"import os, signal, sys\n{before}\n{after}")
             program = [str(script)]
         env = {**os.environ, "PYTHONPATH": source, "SPECFORGE_CACHE": str(cwd / "cache"), "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen([sys.executable, *program, *arguments], cwd=cwd, env=env, text=True, stdout=subprocess.PIPE,
-                                   stderr=subprocess.PIPE)
+        process = subprocess.Popen(
+            [sys.executable, *program, *arguments], cwd=cwd, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
         if not wait:
             return process
         out, err = process.communicate(timeout=120)
@@ -211,8 +252,18 @@ def tiny_work(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path
         rows[1] = {"id": f"{name}-1", "messages": [{"role": "system", "content": "sing"}, {"role": "user", "content": "how many"},
                                                    {"role": "user", "content": "and the rivers of the town"}]}  # fmt: skip
         (folder / f"{name}-prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        done = run_cli("regenerate", "target=hf", f"target.path={tiny_target_folder}", f"input={name}-prompts.jsonl",
-                       f"output={name}.jsonl", "max_new_tokens=25", "batch_size=5", "device=cpu", "num_threads=1", cwd=folder)
+        done = run_cli(
+            "regenerate",
+            "target=hf",
+            f"target.path={tiny_target_folder}",
+            f"input={name}-prompts.jsonl",
+            f"output={name}.jsonl",
+            "max_new_tokens=25",
+            "batch_size=5",
+            "device=cpu",
+            "num_threads=1",
+            cwd=folder,
+        )
         assert done.code == 0, done.err
     return TinyWork(folder, tiny_target_folder)
 
@@ -235,3 +286,25 @@ class TinyWork:
     def short(self) -> list[str]:
         """``base`` and a training run of 3 epochs of 3 steps."""
         return [*self.base, "trainer.epochs=3", "trainer.global_batch_size=4"]
+
+
+@pytest.fixture
+def refused(run_cli, tmp_path: Path) -> Callable[..., str]:
+    """``refused(*arguments, says=[...], code=2)`` runs a command that must fail in the words of its one message, and gives the message."""
+
+    def call(*arguments: str, says: list[str], code: int = 2, leaves: bool = False) -> str:
+        outcome = run_cli(*arguments, cwd=tmp_path)
+        shown = outcome.out + outcome.err
+        assert outcome.code == code, shown
+        assert "Traceback" not in shown
+        steps = ("specforge: run folder", "specforge: warning")
+        messages = [line for line in outcome.err.splitlines() if line.startswith("specforge: ") and not line.startswith(steps)]
+        assert len(messages) == 1, shown
+        for words in says:
+            assert words in outcome.err, f"{words!r} is not in:\n{outcome.err}"
+        if not leaves:
+            left = list((tmp_path / "outputs").rglob("config.yaml"))
+            assert left == [], f"a run folder is left: {left}"
+        return outcome.err
+
+    return call

@@ -45,7 +45,13 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
 
 
 def report_of(folder: Path) -> dict[str, Any]:
-    return json.loads(max(folder.glob("evaluate/*.json")).read_text())
+    """The newest report; JSON has no word for NaN, so one fails."""
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} in a report")
+
+    newest = max(folder.glob("evaluate/*.json"), key=lambda path: path.stat().st_mtime_ns)
+    return json.loads(newest.read_text(), parse_constant=refuse)
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +81,13 @@ def reference(train) -> Path:
 @pytest.fixture(scope="module")
 def learned(train, tiny_work) -> Path:
     """A draft that has learnt its conversations, held out on the same ones, so that its accept_length says something."""
-    return train("trainer.epochs=60", "trainer.log_every=30", "trainer.eval_every=90", "trainer.save_every=1000",
-                 f"data.eval_path={tiny_work.folder / 'train.jsonl'}")
+    return train(
+        "trainer.epochs=60",
+        "trainer.log_every=30",
+        "trainer.eval_every=90",
+        "trainer.save_every=1000",
+        f"data.eval_path={tiny_work.folder / 'train.jsonl'}",
+    )
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +134,14 @@ def test_walk_accept_length_of_the_run_is_the_evaluated_one(evaluated, learned) 
     walked = measured(evaluated, "trained")["held_out_features"]["walk_accept_length"]
     best = max(rows_of(learned, "eval"), key=lambda row: row["walk_accept_length"])
     assert walked == pytest.approx(best["walk_accept_length"], abs=1e-12) and walked > 1.5
+
+
+@pytest.mark.parametrize("mode", ["target_only", "rejection"])
+def test_sampled_decoding_is_measured_and_not_called_a_difference(mode, cli, learned) -> None:
+    printed = cli("evaluate", f"run={learned}", "evaluator.temperature=0.7", f"evaluator.mode={mode}", "evaluator.num_requests=3")
+    decoding = measured(report_of(learned), "trained")["decoding"]
+    assert decoding["mode"] == mode and decoding["lossless_requests"] is None and decoding["temperature"] == 0.7
+    assert 1.0 <= decoding["accept_length"] <= 4.0 and "warning" not in printed.out and "None of" not in printed.out
 
 
 @pytest.mark.parametrize("export_format", ["sglang", "hf"])
@@ -223,8 +242,13 @@ def test_one_conversation_learnt_by_heart_is_accepted_in_whole_chains(cli, tiny_
 def test_the_wheel_carries_its_configuration(tmp_path: Path) -> None:
     pytest.importorskip("build", reason="the package 'build' is not installed (extra: dev)")
     pytest.importorskip("hatchling", reason="the wheel is built without isolation, and hatchling is not installed (extra: dev)")
-    built = subprocess.run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path / "dist"), str(ROOT)],
-                           capture_output=True, text=True, timeout=120, check=False)
+    built = subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path / "dist"), str(ROOT)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert built.returncode == 0, built.stdout + built.stderr
     [wheel] = (tmp_path / "dist").glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -235,12 +259,25 @@ def test_the_wheel_carries_its_configuration(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     environment = {"PYTHONPATH": str(tmp_path / "site"), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
-    for arguments, words in (("--cfg job -p trainer", "global_batch_size: 16"), ("--help", "show-sample"), ("--version", "specforge ")):
-        done = subprocess.run([sys.executable, "-m", "specforge", *arguments.split()], cwd=elsewhere, env=environment, capture_output=True,
-                              text=True, timeout=60, check=False)
+    for arguments, words in (("--cfg job -p trainer", "micro_batches: 1"), ("--help", "show-sample"), ("--version", "specforge ")):
+        done = subprocess.run(
+            [sys.executable, "-m", "specforge", *arguments.split()],
+            cwd=elsewhere,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
         assert done.returncode == 0 and words in done.stdout, done.stdout + done.stderr
     assert list(elsewhere.iterdir()) == []
-    where = subprocess.run([sys.executable, "-c", "import specforge; print(specforge.__file__)"], cwd=elsewhere, env=environment,
-                           capture_output=True, text=True, check=True)
+    where = subprocess.run(
+        [sys.executable, "-c", "import specforge; print(specforge.__file__)"],
+        cwd=elsewhere,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert where.stdout.startswith(str(tmp_path / "site")), "the wheel was tested, not the checkout"
     shutil.rmtree(tmp_path / "site")

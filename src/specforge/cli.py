@@ -128,11 +128,22 @@ def split_command(arguments: Sequence[str]) -> tuple[str, list[str]]:
     if first.replace("_", "-") in COMMANDS:
         return first.replace("_", "-"), list(arguments[1:])
     if not first or first[0] in "-+~" or "=" in first:
+        _no_later_word(arguments)
         return "train", list(arguments)
     from specforge.config.compose import did_you_mean
 
     hint = did_you_mean(first, COMMANDS)
     raise ConfigError(f"{first}: no such command.{hint} Commands: {', '.join(COMMANDS)}. specforge --help says more.")
+
+
+def _no_later_word(arguments: Sequence[str]) -> None:
+    if not any(a in COMMANDS for a in arguments):
+        return
+    from specforge.config.from_run import split_flags
+
+    for word in split_flags(arguments)[1]:
+        if word in COMMANDS:
+            raise ConfigError(f"{word}: the command comes first: specforge {word} {' '.join(a for a in arguments if a != word)}")
 
 
 def _plain(word: str, rest: Sequence[str]) -> int:

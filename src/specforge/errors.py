@@ -60,7 +60,9 @@ class MissingExtraError(SpecForgeError):
     exit_code = 2
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
-        super().__init__(f"{purpose} needs the package '{package}', which is not installed. Install it with: pip install 'specforge[{extra}]'")
+        super().__init__(
+            f"{purpose} needs the package '{package}', which is not installed. Install it with: pip install 'specforge[{extra}]'"
+        )
 
 
 class RunError(SpecForgeError):

@@ -16,7 +16,7 @@ from specforge.training.scheduler import Cosine, Schedule
 
 COSINE = {"_target_": "specforge.training.scheduler.Cosine", "warmup_steps": 3, "warmup_ratio": 0.0, "min_ratio": 0.1}
 
-PLUGIN = '''
+PLUGIN = """
 from __future__ import annotations
 import dataclasses
 from typing import ClassVar
@@ -32,7 +32,7 @@ class Steps(Schedule):
         self.every, self.tags, self.inner, self.fact = every, tags, inner, fact
     def shape(self, progress: float) -> float:
         return 1.0
-'''
+"""
 
 
 @pytest.fixture

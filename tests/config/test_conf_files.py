@@ -27,6 +27,7 @@ REQUIRED: dict[tuple[str, str], dict[str, Any]] = {
     ("target", "hf"): {"path": "some/target"},
     ("data", "jsonl"): {"train_path": "chats.jsonl"},
     ("topology", "offline"): {"features_dir": "features/demo"},
+    ("feature_store", "shared_dir"): {"path": "features/shared"},
     ("target_backend", "custom"): {"engine": {"_target_": "specforge.inference.target_engine.hf.HFTargetEngine", "_partial_": True}},
 }
 FLOOR = 25  # files that were there when this test was written

@@ -28,30 +28,71 @@ def target(tmp_path_factory):
 
     torch.manual_seed(3)
     folder = tmp_path_factory.mktemp("target")
-    config = LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, vocab_size=64,
-                         max_position_embeddings=256, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, initializer_range=0.4,
-                         eos_token_id=1, bos_token_id=0, tie_word_embeddings=False)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+        max_position_embeddings=256,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        initializer_range=0.4,
+        eos_token_id=1,
+        bos_token_id=0,
+        tie_word_embeddings=False,
+    )
     LlamaForCausalLM(config).save_pretrained(folder)
-    engine = HFTargetEngine(dtype="float32", batch_tokens=None, attn_implementation="sdpa", target_folder=folder, device="cpu",
-                            identity=TargetIdentity("t", None, "c", "k", "p"), trust_remote_code=False)
+    engine = HFTargetEngine(
+        dtype="float32",
+        batch_tokens=None,
+        attn_implementation="sdpa",
+        target_folder=folder,
+        device="cpu",
+        identity=TargetIdentity("t", None, "c", "k", "p"),
+        trust_remote_code=False,
+    )
     return folder, engine
 
 
 def settings(**changes):
-    return DecodeSettings(**{"num_draft_tokens": 3, "max_new_tokens": 24, "temperature": 0.0, "mode": "target_only", "stop_token_ids": frozenset(),
-                             **changes})
+    return DecodeSettings(
+        **{"num_draft_tokens": 3, "max_new_tokens": 24, "temperature": 0.0, "mode": "target_only", "stop_token_ids": frozenset(), **changes}
+    )
 
 
 def make(target, make_strategy, seed=0, **flags):
     folder, engine = target
     facts = TargetFacts.from_folder(folder)
     torch.manual_seed(seed)
-    architecture = LlamaDraft(**LlamaDraft.fill_from_target(dict.fromkeys(
-        ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "rms_norm_eps", "max_position_embeddings", "rope"))
-        | {"num_layers": 1, "init_from": "random"}, facts))
+    architecture = LlamaDraft(
+        **LlamaDraft.fill_from_target(
+            dict.fromkeys(
+                (
+                    "hidden_size",
+                    "intermediate_size",
+                    "num_heads",
+                    "num_kv_heads",
+                    "head_dim",
+                    "rms_norm_eps",
+                    "max_position_embeddings",
+                    "rope",
+                )
+            )
+            | {"num_layers": 1, "init_from": "random"},
+            facts,
+        )
+    )
     strategy = make_strategy(**flags)
-    draft = Eagle3Draft(architecture, target_hidden_size=32, num_aux=3, embedding=engine.model.get_input_embeddings().weight.detach(),
-                        d2t=torch.zeros(64, dtype=torch.int64), t2d=torch.ones(64, dtype=torch.bool), flags=strategy.flags)
+    draft = Eagle3Draft(
+        architecture,
+        target_hidden_size=32,
+        num_aux=3,
+        embedding=engine.model.get_input_embeddings().weight.detach(),
+        d2t=torch.zeros(64, dtype=torch.int64),
+        t2d=torch.ones(64, dtype=torch.bool),
+        flags=strategy.flags,
+    )
     return strategy, draft, TargetHead.load(folder, torch.float32)
 
 
@@ -129,8 +170,9 @@ def test_sampling_keeps_the_target_distribution(mode):
     for _ in range(draws):
         if mode == "rejection":
             drawn = [draw(logits, temperature, generator) for logits in draft_logits]
-            accepted, following = accept_rejection(target_logits, Proposal([t for t, _ in drawn], torch.stack([p for _, p in drawn])), temperature,
-                                                   generator)
+            accepted, following = accept_rejection(
+                target_logits, Proposal([t for t, _ in drawn], torch.stack([p for _, p in drawn])), temperature, generator
+            )
             first = drawn[0][0] if accepted else following
         else:
             best = [int(row.argmax()) for row in draft_logits]
@@ -145,7 +187,10 @@ def test_sampled_decoding_is_reproducible_and_finishes(target, make_strategy):
     _, engine = target
     strategy, draft, _ = make(target, make_strategy)
     for mode in ("target_only", "rejection"):
-        runs = [decode_speculative(engine, strategy.proposer(draft), (1, 2, 4), PROMPT, settings(temperature=1.0, mode=mode), CPU) for _ in range(2)]
+        runs = [
+            decode_speculative(engine, strategy.proposer(draft), (1, 2, 4), PROMPT, settings(temperature=1.0, mode=mode), CPU)
+            for _ in range(2)
+        ]
         assert runs[0].tokens == runs[1].tokens and len(runs[0].tokens) == 24
 
 
@@ -172,11 +217,22 @@ def test_the_evaluator_pools_documents_of_packed_batches(target, make_strategy):
     single = [batch_of(engine, [t, *PROMPT], r) for t, r in zip((4, 40), replies, strict=True)]
     packed = TrainBatch({name: torch.cat([b.tensors[name] for b in single], dim=1) for name in single[0].tensors}, ("a", "b"))
     packed.tensors["document_ids"] = torch.repeat_interleave(torch.arange(2), 31).unsqueeze(0)
-    evaluator = Evaluator(num_draft_tokens=3, batch_tokens=100, num_requests=2, num_baseline_requests=2, num_untrained_requests=0, max_new_tokens=8, temperature=0.0,
-                          mode="target_only", time_limit_minutes=None)
+    evaluator = Evaluator(
+        num_draft_tokens=3,
+        batch_tokens=100,
+        num_requests=2,
+        num_baseline_requests=2,
+        num_untrained_requests=0,
+        max_new_tokens=8,
+        temperature=0.0,
+        mode="target_only",
+        time_limit_minutes=None,
+    )
     one, two = (evaluator.from_features(strategy, draft, batches, head, SingleGroup(), CPU) for batches in ([packed], single))
     assert one == two and one["num_rows"] == 2 * 23 and 1.0 < one["walk_accept_length"] <= 4.0
-    report = evaluator.by_decoding(engine, strategy.proposer(draft), (1, 2, 4), [[4, *PROMPT], [40, *PROMPT]], evaluator.settings(frozenset(), 0), CPU)
+    report = evaluator.by_decoding(
+        engine, strategy.proposer(draft), (1, 2, 4), [[4, *PROMPT], [40, *PROMPT]], evaluator.settings(frozenset(), 0), CPU
+    )
     summary = report.summary()
     assert summary["lossless_requests"] == summary["compared_requests"] == 2
     assert summary["num_verify_steps"] == sum(summary["acceptance_histogram"])

@@ -18,7 +18,10 @@ def answer(tokens: list[int], accepted: list[int]) -> Answer:
     return Answer(tokens, 5, len(accepted), sum(accepted), histogram, seconds=1.0)
 
 
-def compared(ours: tuple[list[int], list[int]], served: tuple[list[int], list[int]], plain: list[int], margin: float | None = 1.0) -> Compared:
+Side = tuple[list[int], list[int]]  # tokens, accepted drafts of each step
+
+
+def compared(ours: Side, served: Side, plain: list[int], margin: float | None = 1.0) -> Compared:
     return Compared(Decoded(ours[0], list(ours[1])), answer(*served), answer(plain, []), margin)
 
 
@@ -61,8 +64,8 @@ def test_answers_of_other_lengths_are_named() -> None:
 def test_other_counts_need_a_tie_of_the_draft() -> None:
     wrong = (([1, 2, 3, 4], [3]), ([1, 2, 3, 4], [1, 1]), [1, 2, 3, 4])
     [problem] = verdict([same([1, 2], [3]), compared(*wrong, margin=0.5)]).problems
-    assert problem == ("request 1: 2 verify steps in the server with accepted drafts [0, 2, 0, 0], 1 here with [0, 0, 0, 1]; no tie explains it "
-                       "(closest logits 0.5)")
+    assert problem == ("request 1: 2 verify steps in the server with accepted drafts [0, 2, 0, 0], 1 here with [0, 0, 0, 1]; no tie "
+                       "explains it (closest logits 0.5)")
     assert "no tie explains it" in verdict([compared(*wrong, margin=None)]).problems[0]
     tied = verdict([compared(*wrong, margin=1e-5)])
     assert not tied.problems and "a tie" in tied.ties[0]

@@ -20,7 +20,9 @@ KEPT = range(0, 40, 2)
 def export(tmp_path, make_strategy, make_draft, architecture, facts, *, export_format="sglang", dtype=torch.float32, name="draft", **flags):
     strategy = make_strategy(draft_vocab_size=len(KEPT), **flags)
     draft = make_draft(strategy, KEPT)
-    config = write_export(tmp_path / name, draft, strategy, architecture, facts, export_format=export_format, dtype=dtype, card={"run": "r"})
+    config = write_export(
+        tmp_path / name, draft, strategy, architecture, facts, export_format=export_format, dtype=dtype, card={"run": "r"}
+    )
     return strategy, draft, config
 
 
@@ -45,8 +47,11 @@ def test_what_was_exported_is_read_back_to_the_same_draft(tmp_path, make_strateg
     strategy, draft, _ = export(tmp_path, make_strategy, make_draft, tiny_architecture, tiny_target_facts, **flags)
     published = read_published(tmp_path / "draft")
     node = published.strategy_node()
-    assert node == {"draft_vocab_size": 20, "aux_hidden_state_layer_ids": [1, 2, 4], **{k: getattr(strategy.flags, k) for k in (
-        "fc_norm", "norm_before_fc", "norm_output", "norm_before_residual")}}
+    assert node == {
+        "draft_vocab_size": 20,
+        "aux_hidden_state_layer_ids": [1, 2, 4],
+        **{k: getattr(strategy.flags, k) for k in ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual")},
+    }
     assert {k: v for k, v in tiny_architecture.plain_config().items() if k != "init_from"} == published.draft_node()
     assert published.vocabulary(40).target_ids.tolist() == list(KEPT)
     other = make_draft(strategy, KEPT, seed=5)
@@ -68,20 +73,28 @@ def test_legacy_names_and_prefixes_are_read(tmp_path, make_strategy, make_draft,
 
 
 def test_hf_format_stands_alone_and_dtype_is_written(tmp_path, make_strategy, make_draft, tiny_architecture, tiny_target_facts):
-    _, draft, config = export(tmp_path, make_strategy, make_draft, tiny_architecture, tiny_target_facts, export_format="hf", dtype=torch.bfloat16)
+    _, draft, config = export(
+        tmp_path, make_strategy, make_draft, tiny_architecture, tiny_target_facts, export_format="hf", dtype=torch.bfloat16
+    )
     weights = load_file(tmp_path / "draft/model.safetensors")
     assert weights["embed_tokens.weight"].equal(draft.embedding.bfloat16()) and config["torch_dtype"] == "bfloat16"
     assert weights["fc.weight"].dtype == torch.bfloat16 and weights["d2t"].dtype == torch.int64
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (lambda w, c: w.pop("midlayer.hidden_norm.weight"), "midlayer.hidden_norm.weight is missing"),
-    (lambda w, c: w.update({"midlayer.self_attn.q_norm.weight": torch.ones(4)}), r"q_norm.weight \[4\] is unknown to LlamaForCausalLMEagle3"),
-    (lambda w, c: w.update({"lm_head.weight": torch.ones(40, 16)}), r"lm_head.weight has shape \[40, 16\], .* expects \[20, 16\]"),
-    (lambda w, c: c.update(max_position_embeddings=32), "max_position_embeddings 32 is below the target's 64"),
-    (lambda w, c: c.update(rope_theta=1.0), "rope theta differs"),
-    (lambda w, c: c.update(tie_word_embeddings=True), "tie_word_embeddings must be false"),
-])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w, c: w.pop("midlayer.hidden_norm.weight"), "midlayer.hidden_norm.weight is missing"),
+        (
+            lambda w, c: w.update({"midlayer.self_attn.q_norm.weight": torch.ones(4)}),
+            r"q_norm.weight \[4\] is unknown to LlamaForCausalLMEagle3",
+        ),
+        (lambda w, c: w.update({"lm_head.weight": torch.ones(40, 16)}), r"lm_head.weight has shape \[40, 16\], .* expects \[20, 16\]"),
+        (lambda w, c: c.update(max_position_embeddings=32), "max_position_embeddings 32 is below the target's 64"),
+        (lambda w, c: c.update(rope_theta=1.0), "rope theta differs"),
+        (lambda w, c: c.update(tie_word_embeddings=True), "tie_word_embeddings must be false"),
+    ],
+)
 def test_a_damaged_export_is_refused_by_name(tmp_path, make_strategy, make_draft, tiny_architecture, tiny_target_facts, change, message):
     export(tmp_path, make_strategy, make_draft, tiny_architecture, tiny_target_facts)
     folder = tmp_path / "draft"
@@ -93,7 +106,9 @@ def test_a_damaged_export_is_refused_by_name(tmp_path, make_strategy, make_draft
         verify_folder(folder, tiny_target_facts)
 
 
-def test_what_sglang_does_not_read_is_refused_and_nothing_is_left(tmp_path, make_strategy, make_draft, tiny_architecture, tiny_target_facts):
+def test_what_sglang_does_not_read_is_refused_and_nothing_is_left(
+    tmp_path, make_strategy, make_draft, tiny_architecture, tiny_target_facts
+):
     for flags, message in (({"norm_before_residual": True}, "norm_before_residual=true is not read by SGLang"),):
         with pytest.raises(ExportError, match=message):
             export(tmp_path, make_strategy, make_draft, tiny_architecture, tiny_target_facts, **flags)

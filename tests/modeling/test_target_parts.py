@@ -18,8 +18,19 @@ def save_llama(folder, *, tied, shard="5GB", **changes):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(**{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-                            "vocab_size": 64, "tie_word_embeddings": tied, "rope_parameters": {"rope_type": "default", "rope_theta": 5e4}, **changes})
+    config = LlamaConfig(
+        **{
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 64,
+            "tie_word_embeddings": tied,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e4},
+            **changes,
+        }
+    )
     model = LlamaForCausalLM(config).eval()
     model.save_pretrained(folder, max_shard_size=shard)
     return model
@@ -47,8 +58,16 @@ def test_argmax_over_tiles_gives_ties_to_the_lowest_id():
 def test_scale_and_soft_cap_are_the_targets(tmp_path):
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
-    config = Gemma2Config(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-                          vocab_size=64, final_logit_softcapping=5.0)
+    config = Gemma2Config(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=64,
+        final_logit_softcapping=5.0,
+    )
     model = Gemma2ForCausalLM(config).eval()
     model.save_pretrained(tmp_path)
     ids = torch.tensor([[3, 5, 7]])
@@ -102,7 +121,14 @@ ROPES = [
     {"rope_type": "default", "rope_theta": 5e5},
     {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
     {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
-    {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+    {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
     {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64},
 ]
 
@@ -133,8 +159,20 @@ def test_rope_is_resolved_from_both_generations_and_never_guessed():
 
 
 def test_text_config_of_a_wrapper_is_found():
-    facts = TargetFacts.from_config({"model_type": "vlm", "text_config": {
-        "model_type": "qwen3", "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 10, "rope_theta": 1e6, "head_dim": 16}})
+    facts = TargetFacts.from_config(
+        {
+            "model_type": "vlm",
+            "text_config": {
+                "model_type": "qwen3",
+                "hidden_size": 8,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "vocab_size": 10,
+                "rope_theta": 1e6,
+                "head_dim": 16,
+            },
+        }
+    )
     assert (facts.model_type, facts.head_dim, facts.num_kv_heads) == ("qwen3", 16, 2)
 
 

@@ -20,6 +20,7 @@ from specforge.inference.sglang_process import SGLangProcess
 N = 3  # drafted tokens a step: a chain of 4 with the root
 CHAIN = {"speculative_algorithm": "EAGLE3", "speculative_num_steps": N, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": N + 1}
 TREE = {"speculative_algorithm": "EAGLE3", "speculative_num_steps": N, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 8}
+MAX_NEW_TOKENS = 32
 pytestmark = pytest.mark.slow
 
 
@@ -37,9 +38,6 @@ def verified(proof, run_cli, cpu_arguments, cpu_environment) -> dict[str, Any]:
     assert outcome.code == 0, outcome.out + outcome.err
     assert "verified in SGLang, float32: 32 greedy requests, 32 with the same output as without the draft" in outcome.out
     return json.loads((proof.draft / REPORT).read_text())
-
-
-MAX_NEW_TOKENS = 40
 
 
 def test_export_verify_server_proves_the_draft(verified) -> None:

@@ -175,8 +175,10 @@ def test_four_cuts_of_one_global_batch_give_the_same_gradient(make_strategy, mak
     lengths = [5, 7, 9, 3]
     names = ("input_ids", "loss_mask", "aux_hidden_states", "final_hidden_states")
     samples = [(str(i), {n: source.tensors[n][i, :size] for n in names}) for i, size in enumerate(lengths)]
-    layout = FeatureLayout({"input_ids": (), "loss_mask": (), "aux_hidden_states": (48,), "final_hidden_states": (16,)},
-                           {n: source.tensors[n].dtype for n in names})
+    layout = FeatureLayout(
+        {"input_ids": (), "loss_mask": (), "aux_hidden_states": (48,), "final_hidden_states": (16,)},
+        {n: source.tensors[n].dtype for n in names},
+    )
 
     def gradient(cut):
         draft = make_draft(strategy, range(0, 40, 2))

@@ -32,8 +32,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="specforge diff", description="Compare two configurations: changed options first, then keys. Exit code 1 when they differ."
     )
-    parser.add_argument("first", metavar="A", help="run folder, YAML file, or overrides in quotes: \"draft=llama optimizer.lr=1e-4\"")
-    parser.add_argument("second", metavar="B", help="as A; \"\" is the default configuration")
+    parser.add_argument("first", metavar="A", help='run folder, YAML file, or overrides in quotes: "draft=llama optimizer.lr=1e-4"')
+    parser.add_argument("second", metavar="B", help='as A; "" is the default configuration')
     left_out = f"dotted prefixes to leave out, separated by commas (default {','.join(DEFAULT_IGNORE)}; --ignore= compares all)"
     parser.add_argument("--ignore", action="append", metavar="KEYS", help=left_out)
     parser.add_argument("--config-dir", metavar="DIR", help="your own options, for override lists")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import time
@@ -57,11 +58,18 @@ def run(config: dict[str, Any], run_dir: Path) -> int:
         sources.close()
     report["run"], report["prompts"] = run_dir.name, str(config["data"]["eval_path"])
     report["template_arguments"] = config["data"].get("template_arguments") or {}  # the thinking mode is one of them
-    path = run_dir / "evaluate" / f"{time.strftime('%Y%m%d-%H%M%S')}.json"
-    path.parent.mkdir(exist_ok=True)
+    path = _report_path(run_dir / "evaluate")
     write_atomic(path, json.dumps(report, indent=1, default=str))
     show(report, path)
     return 0
+
+
+def _report_path(folder: Path) -> Path:
+    """A file that is not there yet: two evaluations may end in one second."""
+    folder.mkdir(exist_ok=True)
+    stem = time.strftime("%Y%m%d-%H%M%S")
+    names = (f"{stem}.json" if n == 1 else f"{stem}-{n}.json" for n in itertools.count(1))
+    return next(folder / name for name in names if not (folder / name).exists())
 
 
 def _as_published(config: dict[str, Any]) -> dict[str, Any]:
@@ -90,8 +98,15 @@ def _drafts(config: dict[str, Any], parts: Parts, run_dir: Path, train_set: Toke
     return drafts
 
 
-def _measure(evaluator: Evaluator, parts: Parts, drafts: dict[str, nn.Module], sources: Sources, held_out: TokenizedDataset, seed: int,
-             device: torch.device) -> dict[str, Any]:
+def _measure(
+    evaluator: Evaluator,
+    parts: Parts,
+    drafts: dict[str, nn.Module],
+    sources: Sources,
+    held_out: TokenizedDataset,
+    seed: int,
+    device: torch.device,
+) -> dict[str, Any]:
     engine = sources.engine()
     if not hasattr(engine, "forward_cached"):
         raise TargetError(f"target_backend: {type(engine).__name__} cannot decode step by step. Use target_backend=hf for evaluate.")
@@ -115,15 +130,35 @@ def _prompts(held_out: TokenizedDataset, index: int) -> list[list[int]]:
     return [list(task.input_ids[:start]) for start, _ in held_out.reply_spans(index)]
 
 
-def _decode(evaluator: Evaluator, engine: CachedTarget, parts: Parts, model: nn.Module, prompts: Sequence[Sequence[int]], settings: Any,
-            device: torch.device, name: str, compare: bool, limit: int | None) -> Any:
+def _decode(
+    evaluator: Evaluator,
+    engine: CachedTarget,
+    parts: Parts,
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    settings: Any,
+    device: torch.device,
+    name: str,
+    compare: bool,
+    limit: int | None,
+) -> Any:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    with Progress(TextColumn("decoding, {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()) as bar:
+    with Progress(
+        TextColumn("decoding, {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    ) as bar:
         task = bar.add_task(name, total=None)
-        return evaluator.by_decoding(engine, parts.strategy.proposer(model), parts.strategy.aux_layer_ids(parts.facts), prompts, settings, device,
-                                     compare=compare, limit=limit,
-                                     report=lambda done, total: bar.update(task, completed=done, total=total))
+        return evaluator.by_decoding(
+            engine,
+            parts.strategy.proposer(model),
+            parts.strategy.aux_layer_ids(parts.facts),
+            prompts,
+            settings,
+            device,
+            compare=compare,
+            limit=limit,
+            report=lambda done, total: bar.update(task, completed=done, total=total),
+        )
 
 
 def show(report: dict[str, Any], path: Path) -> None:
@@ -141,9 +176,16 @@ def show(report: dict[str, Any], path: Path) -> None:
     Console(width=110 if not Console().is_terminal else None).print(table)
     for name in names:
         decoding = report["drafts"][name]["decoding"]
-        if decoding["compared_requests"] and decoding["lossless_requests"] != decoding["compared_requests"]:
-            print(f"warning: {name}: output with the draft differs from output without it: {decoding['first_difference']} "
-                  "(in bfloat16 a tie may; in float32 this is a bug)")
+        # Above temperature 0 both are samples, and nothing says that they are the same one.
+        if decoding["lossless_requests"] is not None and decoding["lossless_requests"] != decoding["compared_requests"]:
+            print(
+                f"warning: {name}: output with the draft differs from output without it: {decoding['first_difference']} "
+                "(in bfloat16 a tie may; in float32 this is a bug)"
+            )
+
+
+def _of(equal: int | None, compared: int) -> str:
+    return f"{equal} of {compared}" if equal is not None and compared else "-"
 
 
 def _number(value: float | None, digits: int = 3) -> str:
@@ -161,5 +203,5 @@ _ROWS: list[tuple[str, Callable[[dict[str, Any], dict[str, Any]], str]]] = [
     ("simulated_acc_len", lambda d, f: _number(f["simulated_acc_len"])),
     ("tokens/s with the draft", lambda d, f: _number(d["tokens_per_second_with_draft"], 1)),
     ("tokens/s without", lambda d, f: _number(d["tokens_per_second_without_draft"], 1)),
-    ("outputs equal without it", lambda d, f: f"{d['lossless_requests']} of {d['compared_requests']}" if d["compared_requests"] else "-"),
+    ("outputs equal without it", lambda d, f: _of(d["lossless_requests"], d["compared_requests"])),
 ]

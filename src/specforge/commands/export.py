@@ -50,11 +50,23 @@ def run(config: dict[str, Any], run_dir: Path) -> int:
     model = parts.load_draft(checkpoint, torch.device("cpu"))
     folder = _folder(config, run_dir)
     card = {
-        "run": run_dir.name, "checkpoint": checkpoint.path.name, "metrics": checkpoint.meta.metrics, "target": parts.identity.__dict__,
+        "run": run_dir.name,
+        "checkpoint": checkpoint.path.name,
+        "metrics": checkpoint.meta.metrics,
+        "target": parts.identity.__dict__,
         "weights_digest": checkpoint.meta.weights_digest,
     }
-    exported = write_export(folder, model, parts.strategy, parts.architecture, parts.facts, export_format=config["format"],
-                            dtype=_dtype(config["dtype"], parts), card=card, tokenizer_folder=parts.folder)
+    exported = write_export(
+        folder,
+        model,
+        parts.strategy,
+        parts.architecture,
+        parts.facts,
+        export_format=config["format"],
+        dtype=_dtype(config["dtype"], parts),
+        card=card,
+        tokenizer_folder=parts.folder,
+    )
     print(f"exported {checkpoint.path.name} as {exported['architectures'][0]} ({config['format']}, {exported['torch_dtype']}): {folder}")
     print("checked: every tensor that the loader expects is there with its shape, none is unknown, config facts agree")
     if config["verify"] == "server":
@@ -82,10 +94,14 @@ def _verify_in_server(config: dict[str, Any], parts: Parts, folder: Path, run_di
     logs = run_dir / "export" / f"server-{time.strftime('%Y%m%d-%H%M%S')}"
     verdict = verify_in_server(config, parts, folder, Checked(prompts, settings, dtype), device, logs)
     facts = verdict.facts
-    print(f"verified in SGLang, {dtype}: {facts['num_requests']} greedy requests, {facts['lossless_requests']} with the same output as "
-          f"without the draft, {facts['requests_with_equal_counts']} with the verify steps of our own decoding")
-    print(f"accept_length {facts['accept_length_server']:.3f} in the server, {facts['accept_length_ours']:.3f} here, over "
-          f"{facts['verify_steps_server']} verify steps; written to {folder / REPORT}")
+    print(
+        f"verified in SGLang, {dtype}: {facts['num_requests']} greedy requests, {facts['lossless_requests']} with the same output as "
+        f"without the draft, {facts['requests_with_equal_counts']} with the verify steps of our own decoding"
+    )
+    print(
+        f"accept_length {facts['accept_length_server']:.3f} in the server, {facts['accept_length_ours']:.3f} here, over "
+        f"{facts['verify_steps_server']} verify steps; written to {folder / REPORT}"
+    )
     for line in [*(f"tie: {t}" for t in verdict.ties), *(f"warning: {w}" for w in verdict.warnings)]:
         print(line)
 
@@ -93,8 +109,11 @@ def _verify_in_server(config: dict[str, Any], parts: Parts, folder: Path, run_di
 def _serve_command(config: dict[str, Any], parts: Parts, folder: Path) -> str:
     from specforge.inference.sglang_process import command_line
 
-    arguments = {"model_path": config["target"].get("path") or parts.folder, "speculative_draft_model_path": folder,
-                 **parts.strategy.serving_arguments(config["evaluator"]["num_draft_tokens"])}
+    arguments = {
+        "model_path": config["target"].get("path") or parts.folder,
+        "speculative_draft_model_path": folder,
+        **parts.strategy.serving_arguments(config["evaluator"]["num_draft_tokens"]),
+    }
     return " ".join(["python -m sglang.launch_server", *command_line(arguments)])
 
 

@@ -46,9 +46,19 @@ def run_trainer(config: dict[str, Any], run_dir: Path, group: Group, device: tor
     try:
         source = sources.open(train_set)
         plan = BatchPlan(len(train_set), config["seed"], trainer.global_batch_size, group.world_size, trainer.micro_batches)
-        loader = FeatureLoader(train_set, source, source.store, plan, group.rank, packing=trainer.packing, max_row_tokens=trainer.max_row_tokens,
-                               prefetch_steps=trainer.prefetch_steps, device=device, pin=device.type == "cuda",
-                               total_steps=trainer.total_steps(plan.steps_per_epoch))
+        loader = FeatureLoader(
+            train_set,
+            source,
+            source.store,
+            plan,
+            group.rank,
+            packing=trainer.packing,
+            max_row_tokens=trainer.max_row_tokens,
+            prefetch_steps=trainer.prefetch_steps,
+            device=device,
+            pin=device.type == "cuda",
+            total_steps=trainer.total_steps(plan.steps_per_epoch),
+        )
         result = trainer.fit(
             model=model,
             strategy=parts.strategy,
@@ -117,8 +127,16 @@ class Sources:
 
     def open(self, dataset: TokenizedDataset) -> RefSource:
         store: FeatureStore = NodeBuilder(self.config)("feature_store", FeatureStore)
-        source = self.topology.open(identity=self.parts.identity, hidden_size=self.parts.facts.hidden_size, dataset=dataset, capture=self.capture,
-                                    store=store, engine_factory=self.engine, device=self.device, group=self.group)
+        source = self.topology.open(
+            identity=self.parts.identity,
+            hidden_size=self.parts.facts.hidden_size,
+            dataset=dataset,
+            capture=self.capture,
+            store=store,
+            engine_factory=self.engine,
+            device=self.device,
+            group=self.group,
+        )
         self._opened.append(source)
         return source
 
@@ -130,8 +148,15 @@ class Sources:
             self._engine.close()
 
 
-def _evaluator(node: NodeBuilder, parts: Parts, sources: Sources, eval_set: TokenizedDataset | None, head: nn.Module, group: Group,
-               device: torch.device) -> Any:
+def _evaluator(
+    node: NodeBuilder,
+    parts: Parts,
+    sources: Sources,
+    eval_set: TokenizedDataset | None,
+    head: nn.Module,
+    group: Group,
+    device: torch.device,
+) -> Any:
     """What the trainer calls: metrics of the held-out samples, whose features are captured once, at the first call."""
     if eval_set is None:
         return None

@@ -70,7 +70,7 @@ def read_side(text: str, command: str = "train", extra_dirs: Sequence[str] = ())
     if all("=" in word or word.startswith("~") for word in words):
         return _from_overrides(text, words, command, extra_dirs)
     raise ConfigError(
-        f"{text!r} — is not a run folder, a YAML file or a list of overrides. Write overrides in quotes: \"draft=llama optimizer.lr=1e-4\"."
+        f'{text!r} — is not a run folder, a YAML file or a list of overrides. Write overrides in quotes: "draft=llama optimizer.lr=1e-4".'
     )
 
 

@@ -106,7 +106,8 @@ def _apply(config: dict[str, Any], overrides: Sequence[Any]) -> dict[str, Any]:
         exists = isinstance(node, dict) and parents[-1] in node
         if key.startswith("hydra."):
             continue
-        if not isinstance(node, dict) or not (exists or override.is_add() or override.is_force_add()):
+        new = isinstance(node, dict) and len(parents) > 1 and (override.is_add() or override.is_force_add())
+        if not isinstance(node, dict) or not (exists or new):  # the root's keys are fixed, those of a component are checked later
             problems.append(unknown_key_message(key, list(flatten(config))))
         elif override.is_delete():
             del node[parents[-1]]

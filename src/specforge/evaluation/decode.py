@@ -87,8 +87,15 @@ def decode_plain(target: CachedTarget, prompt: Sequence[int], settings: DecodeSe
 
 
 @torch.no_grad()
-def decode_speculative(target: CachedTarget, proposer: Proposer, aux_layer_ids: Sequence[int], prompt: Sequence[int],
-                       settings: DecodeSettings, device: torch.device, request: int = 0) -> Decoded:
+def decode_speculative(
+    target: CachedTarget,
+    proposer: Proposer,
+    aux_layer_ids: Sequence[int],
+    prompt: Sequence[int],
+    settings: DecodeSettings,
+    device: torch.device,
+    request: int = 0,
+) -> Decoded:
     """Draft n tokens, verify them in one target forward, keep the accepted ones and the target's own next token; repeat."""
     started = time.perf_counter()
     generator = _generator(settings, request)

@@ -23,18 +23,34 @@ from specforge.training.strategies.base import DraftTrainStrategy
 class Evaluator:
     """Built from ``conf/evaluator``; the YAML says what each number means."""
 
-    def __init__(self, *, num_draft_tokens: Annotated[int, Field(ge=1, le=32)], batch_tokens: Annotated[int, Field(ge=1)],
-                 num_requests: Annotated[int, Field(ge=1)] | None, num_baseline_requests: Annotated[int, Field(ge=0)] | None,
-                 num_untrained_requests: Annotated[int, Field(ge=0)], max_new_tokens: Annotated[int, Field(ge=1)], temperature: Annotated[float, Field(ge=0)], mode: SamplingMode,
-                 time_limit_minutes: Annotated[float, Field(gt=0)] | None) -> None:
+    def __init__(
+        self,
+        *,
+        num_draft_tokens: Annotated[int, Field(ge=1, le=32)],
+        batch_tokens: Annotated[int, Field(ge=1)],
+        num_requests: Annotated[int, Field(ge=1)] | None,
+        num_baseline_requests: Annotated[int, Field(ge=0)] | None,
+        num_untrained_requests: Annotated[int, Field(ge=0)],
+        max_new_tokens: Annotated[int, Field(ge=1)],
+        temperature: Annotated[float, Field(ge=0)],
+        mode: SamplingMode,
+        time_limit_minutes: Annotated[float, Field(gt=0)] | None,
+    ) -> None:
         self.num_draft_tokens, self.batch_tokens = num_draft_tokens, batch_tokens
         self.num_requests, self.num_baseline_requests = num_requests, num_baseline_requests
         self.num_untrained_requests = num_untrained_requests
         self.max_new_tokens, self.temperature, self.mode, self.time_limit_minutes = max_new_tokens, temperature, mode, time_limit_minutes
 
     @torch.no_grad()
-    def from_features(self, strategy: DraftTrainStrategy, model: nn.Module, batches: Sequence[TrainBatch], head: TargetHead,
-                      group: Group, device: torch.device) -> dict[str, Any]:
+    def from_features(
+        self,
+        strategy: DraftTrainStrategy,
+        model: nn.Module,
+        batches: Sequence[TrainBatch],
+        head: TargetHead,
+        group: Group,
+        device: torch.device,
+    ) -> dict[str, Any]:
         """Accuracies, joint_acc_len and walk_accept_length over this rank's ``batches``, summed over ranks before dividing. Collective."""
         n = self.num_draft_tokens
         right, count = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
@@ -64,9 +80,18 @@ class Evaluator:
     def settings(self, stop_token_ids: frozenset[int], seed: int) -> DecodeSettings:
         return DecodeSettings(self.num_draft_tokens, self.max_new_tokens, self.temperature, self.mode, stop_token_ids, seed)
 
-    def by_decoding(self, target: CachedTarget, proposer: Proposer, aux_layer_ids: Sequence[int], prompts: Sequence[Sequence[int]],
-                    settings: DecodeSettings, device: torch.device, compare: bool = True, limit: int | None = None,
-                    report: Callable[[int, int], None] | None = None) -> DecodeReport:
+    def by_decoding(
+        self,
+        target: CachedTarget,
+        proposer: Proposer,
+        aux_layer_ids: Sequence[int],
+        prompts: Sequence[Sequence[int]],
+        settings: DecodeSettings,
+        device: torch.device,
+        compare: bool = True,
+        limit: int | None = None,
+        report: Callable[[int, int], None] | None = None,
+    ) -> DecodeReport:
         """Decode the held-out prompts (the first ``limit``) with the draft and, with ``compare``, as many as asked without it.
 
         Both decodings of a request follow each other, so that a change in the machine's load meets both speeds alike.

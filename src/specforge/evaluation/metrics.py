@@ -59,7 +59,9 @@ def walk_document(places: Sequence[int], prefixes: Sequence[int], last_start: in
     return walk
 
 
-def bootstrap_interval(counts: Sequence[tuple[int, int]], confidence: float = 0.95, draws: int = 2000, seed: int = 0) -> tuple[float, float]:
+def bootstrap_interval(
+    counts: Sequence[tuple[int, int]], confidence: float = 0.95, draws: int = 2000, seed: int = 0
+) -> tuple[float, float]:
     """Interval of the pooled accept_length by resampling requests; ``counts`` is (accepted drafts, verify steps) of each request."""
     counts = [c for c in counts if c[1]]
     if not counts:

@@ -20,8 +20,10 @@ def eagle3_outer_export(strategy: Eagle3, architecture: DraftArchitecture, targe
     """Raises :class:`ExportError` for a flag or architecture that the serving class does not read."""
     serving_class = strategy.serving_classes.get(architecture.name)
     if serving_class is None:
-        raise ExportError(f"format={export_format}: no serving class for draft={architecture.name} strategy={strategy.name}. "
-                          f"Served architectures: {', '.join(strategy.serving_classes)}.")
+        raise ExportError(
+            f"format={export_format}: no serving class for draft={architecture.name} strategy={strategy.name}. "
+            f"Served architectures: {', '.join(strategy.serving_classes)}."
+        )
     flags, layer_ids = strategy.flags, list(strategy.aux_layer_ids(target))
     served_ids = layer_ids
     if export_format == "sglang":

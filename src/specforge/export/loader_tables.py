@@ -29,8 +29,13 @@ def _llama_eagle3(config: dict[str, Any]) -> Shapes:
         "post_attention_layernorm.weight": (hidden,),
     }
     shapes: Shapes = {f"midlayer.{n}": s for n, s in layer.items()}
-    shapes |= {"fc.weight": (hidden, k * target_hidden), "norm.weight": (hidden,), "lm_head.weight": (kept, hidden), "d2t": (kept,),
-               "t2d": (config["vocab_size"],)}
+    shapes |= {
+        "fc.weight": (hidden, k * target_hidden),
+        "norm.weight": (hidden,),
+        "lm_head.weight": (kept, hidden),
+        "d2t": (kept,),
+        "t2d": (config["vocab_size"],),
+    }
     if config["fc_norm"]:
         shapes |= {f"fc_norm.{i}.weight": (target_hidden,) for i in range(k)}
     if config["eagle_config"]["norm_before_fc"]:

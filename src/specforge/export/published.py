@@ -39,8 +39,10 @@ class PublishedDraft:
             return VocabularyMap.identity(target_vocab_size)
         kept = d2t.long() + torch.arange(d2t.numel())
         if kept.numel() and (int(kept.max()) >= target_vocab_size or int(kept.min()) < 0 or not bool((kept[1:] > kept[:-1]).all())):
-            raise ExportError(f"{self.folder}: d2t maps to ids {int(kept.min())} … {int(kept.max())}, which are not ascending ids of the target's "
-                              f"{target_vocab_size} tokens. Is it a draft for this target?")
+            raise ExportError(
+                f"{self.folder}: d2t maps to ids {int(kept.min())} … {int(kept.max())}, which are not ascending ids of the target's "
+                f"{target_vocab_size} tokens. Is it a draft for this target?"
+            )
         t2d = torch.zeros(target_vocab_size, dtype=torch.bool)
         t2d[kept] = True
         return VocabularyMap(d2t.long(), t2d, float("nan"))
@@ -50,9 +52,14 @@ class PublishedDraft:
         c = self.config
         heads = c["num_attention_heads"]
         return {
-            "num_layers": 1, "hidden_size": c["hidden_size"], "intermediate_size": c["intermediate_size"], "num_heads": heads,
-            "num_kv_heads": c.get("num_key_value_heads") or heads, "head_dim": c.get("head_dim") or c["hidden_size"] // heads,
-            "rms_norm_eps": c.get("rms_norm_eps", 1e-6), "max_position_embeddings": c.get("max_position_embeddings", 2048),
+            "num_layers": 1,
+            "hidden_size": c["hidden_size"],
+            "intermediate_size": c["intermediate_size"],
+            "num_heads": heads,
+            "num_kv_heads": c.get("num_key_value_heads") or heads,
+            "head_dim": c.get("head_dim") or c["hidden_size"] // heads,
+            "rms_norm_eps": c.get("rms_norm_eps", 1e-6),
+            "max_position_embeddings": c.get("max_position_embeddings", 2048),
             "rope": resolve_rope(c, str(self.folder)),
         }
 
@@ -75,12 +82,19 @@ class PublishedDraft:
         weights = {n: t for n, t in self.weights.items() if n not in ("d2t", "t2d", "embed_tokens.weight")}
         wanted = state.keys() - {"d2t", "t2d"}
         problems = [f"{n} is missing" for n in sorted(wanted - weights.keys())]
-        problems += [f"{n} has no place in draft={parts.architecture.name} strategy={parts.strategy.name}" for n in sorted(weights.keys() - wanted)]
-        problems += [f"{n} is {list(weights[n].shape)}, this draft has {list(state[n].shape)}" for n in sorted(wanted & weights.keys())
-                     if weights[n].shape != state[n].shape]
+        problems += [
+            f"{n} has no place in draft={parts.architecture.name} strategy={parts.strategy.name}" for n in sorted(weights.keys() - wanted)
+        ]
+        problems += [
+            f"{n} is {list(weights[n].shape)}, this draft has {list(state[n].shape)}"
+            for n in sorted(wanted & weights.keys())
+            if weights[n].shape != state[n].shape
+        ]
         if problems:
-            raise ExportError(f"{self.folder} does not fit this configuration: {'; '.join(problems)}. Set draft and strategy to its config.json: "
-                              f"{json.dumps({'draft': self.draft_node(), 'strategy': self.strategy_node()})}")
+            raise ExportError(
+                f"{self.folder} does not fit this configuration: {'; '.join(problems)}. Set draft and strategy to its config.json: "
+                f"{json.dumps({'draft': self.draft_node(), 'strategy': self.strategy_node()})}"
+            )
         model.load_state_dict({**state, **{n: t.to(state[n].dtype) for n, t in weights.items()}})
 
 

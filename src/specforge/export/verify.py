@@ -34,8 +34,9 @@ def verify_folder(folder: Path, target: TargetFacts, allowed_extra: tuple[str, .
     expected, found = LOADERS[serving_class](config), folder_shapes(folder)
     problems = [f"{n} is missing (expected {list(s)})" for n, s in expected.items() if n not in found]
     problems += [f"{n} {list(found[n])} is unknown to {serving_class}" for n in found if n not in expected and n not in allowed_extra]
-    problems += [f"{n} has shape {list(found[n])}, {serving_class} expects {list(s)}" for n, s in expected.items()
-                 if n in found and found[n] != s]
+    problems += [
+        f"{n} has shape {list(found[n])}, {serving_class} expects {list(s)}" for n, s in expected.items() if n in found and found[n] != s
+    ]
     problems += _config_problems(config, target)
     if problems:
         raise ExportError(f"{folder} is not what {serving_class} loads: " + "; ".join(problems) + ".")
@@ -45,8 +46,10 @@ def verify_folder(folder: Path, target: TargetFacts, allowed_extra: tuple[str, .
 def _config_problems(config: dict[str, Any], target: TargetFacts) -> list[str]:
     problems = []
     if config["max_position_embeddings"] < target.max_position_embeddings:
-        problems.append(f"max_position_embeddings {config['max_position_embeddings']} is below the target's {target.max_position_embeddings}: "
-                        "drafts past it would be wrong; set draft.max_position_embeddings=null")
+        problems.append(
+            f"max_position_embeddings {config['max_position_embeddings']} is below the target's {target.max_position_embeddings}: "
+            "drafts past it would be wrong; set draft.max_position_embeddings=null"
+        )
     theta, parameters = config.get("rope_theta"), config.get("rope_parameters") or {}
     if theta is None or parameters.get("rope_theta") != theta:
         problems.append(f"rope theta differs between its two forms: {theta} and {parameters.get('rope_theta')}")

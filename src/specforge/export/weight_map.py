@@ -38,6 +38,8 @@ def exported_tensors(model: nn.Module, outer: OuterExport, architecture: DraftAr
     names, state = outer.weight_names(architecture), model.state_dict()
     unmapped, invented = sorted(state.keys() - names.keys()), sorted(names.keys() - state.keys())
     if unmapped or invented:
-        raise ExportError(f"the export map of {outer.serving_class} does not fit the draft: without a name {unmapped or 'none'}; "
-                          f"named but absent {invented or 'none'}.")
+        raise ExportError(
+            f"the export map of {outer.serving_class} does not fit the draft: without a name {unmapped or 'none'}; "
+            f"named but absent {invented or 'none'}."
+        )
     return {names[n]: (t.to(dtype) if t.is_floating_point() else t).cpu().contiguous() for n, t in state.items()}

@@ -28,8 +28,18 @@ EMBEDDING = "embed_tokens.weight"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-def write_export(folder: Path, model: nn.Module, strategy: DraftTrainStrategy, architecture: DraftArchitecture, target: TargetFacts, *,
-                 export_format: str, dtype: torch.dtype, card: dict[str, Any], tokenizer_folder: Path | None = None) -> dict[str, Any]:
+def write_export(
+    folder: Path,
+    model: nn.Module,
+    strategy: DraftTrainStrategy,
+    architecture: DraftArchitecture,
+    target: TargetFacts,
+    *,
+    export_format: str,
+    dtype: torch.dtype,
+    card: dict[str, Any],
+    tokenizer_folder: Path | None = None,
+) -> dict[str, Any]:
     """Write and verify; the folder appears only when all checks passed. An existing export of ours is replaced.
 
     ``sglang``: the weights a server reads. ``hf``: those and the embedding and tokenizer, so that the folder stands alone.
@@ -63,8 +73,10 @@ def write_export(folder: Path, model: nn.Module, strategy: DraftTrainStrategy, a
         os.rename(staging, folder)
     except OSError as error:
         what = "disk full" if error.errno in _FULL else f"{error.filename or 'a file'} could not be written ({error.strerror or error})"
-        raise RunError(f"{what} while exporting to {folder}; nothing half-written is left and an earlier export is as it was. "
-                       "Free some space or name another output, and start the same command again.") from error
+        raise RunError(
+            f"{what} while exporting to {folder}; nothing half-written is left and an earlier export is as it was. "
+            "Free some space or name another output, and start the same command again."
+        ) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return config
@@ -94,7 +106,14 @@ def _write(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> None:
-    for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt",
-                 "chat_template.jinja"):
+    for name in (
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "vocab.json",
+        "merges.txt",
+        "chat_template.jinja",
+    ):
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)

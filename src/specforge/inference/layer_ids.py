@@ -71,7 +71,7 @@ def sglang_setter_ids(layer_ids: Sequence[int], num_layers: int, target_class: s
         return ids
     if ids[0] == 0:
         raise TargetError(
-            f"strategy.aux_hidden_state_layer_ids={ids}: SGLang's {target_class} would read the input-side form {[i + 1 for i in ids]} as output-side "
-            "ids, because it begins with 1. Begin with any layer but 0"
+            f"strategy.aux_hidden_state_layer_ids={ids}: SGLang's {target_class} would read the input-side form {[i + 1 for i in ids]} as "
+            "output-side ids, because it begins with 1. Begin with any layer but 0"
         )
     return [i + 1 for i in ids]

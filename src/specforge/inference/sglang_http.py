@@ -94,6 +94,7 @@ def stream_json(url: str, body: dict[str, Any], timeout: float, token: str | Non
                     if isinstance(event, dict) and "error" in event:
                         raise ServerRefused(_status(event["error"]), f"{url}: {_reason(json.dumps(event))}")
                     yield event
+        raise ServerUnreachable(f"{url}: the answer broke off. Is the server still running?")
     except urllib.error.HTTPError as error:
         raise _refusal(url, error) from None
     except (OSError, http.client.HTTPException) as error:

@@ -6,10 +6,12 @@ knows that a hub or a GGUF file exists.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import importlib.metadata
 import importlib.util
+import io
 import json
 import os
 import re
@@ -204,8 +206,9 @@ def _write_hf_folder(gguf: Path, folder: Path) -> None:
     quiet = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, **options)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        with contextlib.redirect_stderr(io.StringIO()):  # the reader draws a bar of its own, whatever is asked for
+            model = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, **options)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         _restore_pre_tokenizer(tokenizer, gguf)
         _forget_quantisation(model)
         model.save_pretrained(folder)
@@ -231,8 +234,10 @@ def _restore_pre_tokenizer(tokenizer: Any, gguf: Path) -> None:
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
     elif name not in ("default", "gpt-2"):
-        raise TargetError(f"{gguf.name}: its tokenizer splits text as '{name}', which this converter cannot restore. "
-                          "Use the model's original folder: target=hf target.path=<folder or hub id>")
+        raise TargetError(
+            f"{gguf.name}: its tokenizer splits text as '{name}', which this converter cannot restore. "
+            "Use the model's original folder: target=hf target.path=<folder or hub id>"
+        )
 
 
 def _forget_quantisation(model: Any) -> None:

@@ -14,8 +14,14 @@ from specforge.errors import TargetError
 from specforge.modeling.target_facts import TargetFacts
 from specforge.runtime.contracts import TargetIdentity
 
-_EMBEDDING_NAMES = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight", "language_model.model.embed_tokens.weight",
-                    "transformer.wte.weight", "gpt_neox.embed_in.weight", "embed_tokens.weight")
+_EMBEDDING_NAMES = (
+    "model.embed_tokens.weight",
+    "model.language_model.embed_tokens.weight",
+    "language_model.model.embed_tokens.weight",
+    "transformer.wte.weight",
+    "gpt_neox.embed_in.weight",
+    "embed_tokens.weight",
+)
 _HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight", "embed_out.weight")
 _NORM_NAMES = ("model.norm.weight", "model.language_model.norm.weight", "language_model.model.norm.weight", "norm.weight")
 # Keys that say nothing about the numbers a model computes.
@@ -35,11 +41,13 @@ def target_identity(folder: str | Path, revision: str | None = None, chat_templa
     """Identity of a local Hugging Face folder: digests of config, weight index sizes, tokenizer files and chat template."""
     folder = Path(folder)
     config = {k: v for k, v in TargetFacts.from_folder(folder).raw.items() if k not in _VOLATILE_CONFIG_KEYS}
-    # Sizes tell apart two fine-tunes of different quantisation without reading gigabytes; the head and tail of each file tell apart the rest.
+    # Size, head and tail of each file tell two fine-tunes apart without reading gigabytes.
     weights = [f"{f.name}:{f.stat().st_size}:{_edges(f)}" for f in sorted(folder.glob("*.safetensors"))]
     tokenizer = [(folder / name).read_bytes() for name in _TOKENIZER_FILES if (folder / name).is_file()]
     if not tokenizer:
-        raise TargetError(f"target.path: {folder} has no tokenizer (looked for {', '.join(_TOKENIZER_FILES)}). Copy the tokenizer files next to config.json.")
+        raise TargetError(
+            f"target.path: {folder} has no tokenizer (looked for {', '.join(_TOKENIZER_FILES)}). Copy its files next to config.json."
+        )
     return TargetIdentity(
         path=str(folder),
         revision=revision,
@@ -134,13 +142,21 @@ class TargetHead(nn.Module):
         if weight is None and facts.tie_word_embeddings:
             weight = _find_tensor(folder, _EMBEDDING_NAMES)
         if weight is None:
-            raise TargetError(f"target.path: no language-model head in {folder} (looked for {', '.join(_HEAD_NAMES)}; "
-                              f"tie_word_embeddings is {str(facts.tie_word_embeddings).lower()}).")
+            raise TargetError(
+                f"target.path: no language-model head in {folder} (looked for {', '.join(_HEAD_NAMES)}; "
+                f"tie_word_embeddings is {str(facts.tie_word_embeddings).lower()})."
+            )
         bias = _find_tensor(folder, tuple(n.removesuffix("weight") + "bias" for n in _HEAD_NAMES))
-        text = next((facts.raw[k] for k in ("text_config", "llm_config", "language_config") if isinstance(facts.raw.get(k), dict)), facts.raw)
+        text = next(
+            (facts.raw[k] for k in ("text_config", "llm_config", "language_config") if isinstance(facts.raw.get(k), dict)), facts.raw
+        )
         scale = text.get("logit_scale") or 1.0 / (text.get("logits_scaling") or 1.0)
-        return cls(weight.to(device=device, dtype=dtype), None if bias is None else bias.to(device=device, dtype=dtype),
-                   float(scale), text.get("final_logit_softcapping"))
+        return cls(
+            weight.to(device=device, dtype=dtype),
+            None if bias is None else bias.to(device=device, dtype=dtype),
+            float(scale),
+            text.get("final_logit_softcapping"),
+        )
 
     def logits(self, hidden: torch.Tensor, token_ids: torch.Tensor | None = None) -> torch.Tensor:
         """hidden [..., H] -> logits [..., V] in float32, or only those of ``token_ids`` [Vd] -> [..., Vd]."""

@@ -54,7 +54,9 @@ class TargetFacts:
         required = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
         missing = [k for k in required if not isinstance(text.get(k), int)]
         if missing:
-            raise TargetError(f"target.path: config.json of {path or 'the target'} lacks {', '.join(missing)}; is it a causal language model?")
+            raise TargetError(
+                f"target.path: config.json of {path or 'the target'} lacks {', '.join(missing)}; is it a causal language model?"
+            )
         heads = text["num_attention_heads"]
         eos = text.get("eos_token_id", raw.get("eos_token_id"))
         return cls(
@@ -92,8 +94,10 @@ def resolve_rope(config: dict[str, Any], where: str = "") -> dict[str, Any]:
     rope.setdefault("rope_type", rope.pop("type", "default"))
     theta = rope.get("rope_theta", config.get("rope_theta"))
     if theta is None:
-        raise TargetError(f"config.json of {where or 'the target'} states no rope_theta (looked in rope_parameters, rope_scaling, top level). "
-                          "Add it to the target's config.json or set draft.rope.rope_theta.")
+        raise TargetError(
+            f"config.json of {where or 'the target'} states no rope_theta (looked in rope_parameters, rope_scaling, top level). "
+            "Add it to the target's config.json or set draft.rope.rope_theta."
+        )
     rope["rope_theta"] = float(theta)
     if config.get("partial_rotary_factor") is not None:
         rope.setdefault("partial_rotary_factor", config["partial_rotary_factor"])

@@ -42,7 +42,9 @@ class CausalDocumentMask:
             return padding | ((query_document[b, q] == key_document[b, k]) & (k <= query_index[b, q]))
 
         # Not compiled: every batch has other tensors in the rule, and the mask costs less than looking for its kernel.
-        return create_block_mask(rule, query_document.shape[0], None, query_document.shape[1], key_document.shape[1], device=str(query_document.device))
+        return create_block_mask(
+            rule, query_document.shape[0], None, query_document.shape[1], key_document.shape[1], device=str(query_document.device)
+        )
 
 
 Mask = torch.Tensor | CausalDocumentMask | None
@@ -77,8 +79,15 @@ def flex_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any,
         from torch.nn.attention.flex_attention import flex_attention as flex
 
         _compiled_flex = torch.compile(flex, dynamic=True) if q.is_cuda else flex
-    o, aux = _compiled_flex(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), block_mask=mask, scale=scale,
-                            enable_gqa=q.shape[2] != k.shape[2], return_aux=AuxRequest(lse=True))
+    o, aux = _compiled_flex(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+        return_aux=AuxRequest(lse=True),
+    )
     return o.transpose(1, 2), aux.lse.transpose(1, 2)
 
 
@@ -91,8 +100,16 @@ def fastest_attention(device: torch.device, query_key_width: int) -> Attend:
     return flex_attention if device.type == "cuda" and query_key_width >= _FLEX_MIN_WIDTH else plain_attention
 
 
-def unroll_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: Any, scale: float,
-                     own_keys: Sequence[torch.Tensor], own_values: Sequence[torch.Tensor], attend: Attend = plain_attention) -> torch.Tensor:
+def unroll_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: Any,
+    scale: float,
+    own_keys: Sequence[torch.Tensor],
+    own_values: Sequence[torch.Tensor],
+    attend: Attend = plain_attention,
+) -> torch.Tensor:
     """Attention of TTT step k (conventions §4): the step-0 keys that ``mask`` shows, plus one own key of each of steps 1 … k.
 
     q [B, T, h, D]; keys, values [B, S, hk, ·] of step 0; each own key [B, T, hk, D] belongs to the query row of the same index.
@@ -109,8 +126,15 @@ def unroll_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, 
     return o * weights[..., :1] + (weights[..., 1:].unsqueeze(-1) * own_v).sum(-2)
 
 
-def unroll_attention_reference(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float,
-                               own_keys: Sequence[torch.Tensor], own_values: Sequence[torch.Tensor]) -> torch.Tensor:
+def unroll_attention_reference(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    own_keys: Sequence[torch.Tensor],
+    own_values: Sequence[torch.Tensor],
+) -> torch.Tensor:
     """One softmax over all visible keys of each row, written out; slow, for tests. ``mask`` bool [B, T, S]."""
     group = q.shape[2] // keys.shape[2]
     scores = torch.einsum("bthd,bshd->bths", q, keys.repeat_interleave(group, dim=2)).float() * scale

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 
-def soft_cross_entropy_reference(hidden: torch.Tensor, head: torch.Tensor, teacher_logits: torch.Tensor,
-                                 weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def soft_cross_entropy_reference(
+    hidden: torch.Tensor, head: torch.Tensor, teacher_logits: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """hidden [R, H], head [Vd, H], teacher_logits [R, Vd], weights [R] -> (Σ weights·loss, loss [R], argmax [R]); plain and slow."""
     logits = torch.nn.functional.linear(hidden, head).float()
     log_q = torch.log_softmax(logits, dim=-1)
@@ -23,8 +24,15 @@ class _LinearSoftCrossEntropy(torch.autograd.Function):
     """Head product, loss and both gradients in one pass over tiles of rows; the backward only scales what the forward made."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, head: torch.Tensor, teacher_logits: torch.Tensor, teacher_rows: torch.Tensor,
-                weights: torch.Tensor, tile: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        head: torch.Tensor,
+        teacher_logits: torch.Tensor,
+        teacher_rows: torch.Tensor,
+        weights: torch.Tensor,
+        tile: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         num_rows = hidden.shape[0]
         losses = torch.empty(num_rows, device=hidden.device, dtype=torch.float32)
         predicted = torch.empty(num_rows, device=hidden.device, dtype=torch.int64)
@@ -58,8 +66,14 @@ class _LinearSoftCrossEntropy(torch.autograd.Function):
         return grad_hidden * grad_sum.to(grad_hidden.dtype), (grad_head * grad_sum).to(ctx.head_dtype), None, None, None, None
 
 
-def soft_cross_entropy(hidden: torch.Tensor, head: torch.Tensor, teacher_logits: torch.Tensor, teacher_rows: torch.Tensor,
-                       weights: torch.Tensor, tile: int = 1024) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def soft_cross_entropy(
+    hidden: torch.Tensor,
+    head: torch.Tensor,
+    teacher_logits: torch.Tensor,
+    teacher_rows: torch.Tensor,
+    weights: torch.Tensor,
+    tile: int = 1024,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The fast path of :func:`soft_cross_entropy_reference`; row r is taught by ``teacher_logits[teacher_rows[r]]``.
 
     hidden [R, H], head [Vd, H], teacher_logits [P, Vd], teacher_rows int64 [R], weights float32 [R] ->

@@ -58,8 +58,14 @@ class Parts:
     def draft_identity(self, vocabulary: VocabularyMap) -> DraftIdentity:
         """What a checkpoint of this draft belongs to."""
         strategy = {**self.config["strategy"], WEIGHT_FACTS: self.strategy.weight_facts(self.config["strategy"], self.facts)}
-        return DraftIdentity.make(self.architecture.name, self.strategy.name, self.architecture.plain_config(), strategy, self.identity,
-                                  vocabulary_digest(vocabulary))
+        return DraftIdentity.make(
+            self.architecture.name,
+            self.strategy.name,
+            self.architecture.plain_config(),
+            strategy,
+            self.identity,
+            vocabulary_digest(vocabulary),
+        )
 
     def head(self, dtype: torch.dtype, device: torch.device) -> TargetHead:
         return TargetHead.load(self.folder, dtype, device)
@@ -74,7 +80,10 @@ class Parts:
             vocabulary = VocabularyMap.count(dataset, self.facts.vocab_size, self.config["strategy"].get("draft_vocab_size"))
         # A published draft's vocabulary was counted elsewhere: its coverage of this data is worth knowing too.
         coverage = vocabulary.coverage if published is None else coverage_of(vocabulary, dataset)
-        tell(f"draft vocabulary: {vocabulary.draft_vocab_size} of {vocabulary.vocab_size} tokens, {100 * coverage:.1f} % of the supervised tokens")
+        tell(
+            f"draft vocabulary: {vocabulary.draft_vocab_size} of {vocabulary.vocab_size} tokens, "
+            f"{100 * coverage:.1f} % of the supervised tokens"
+        )
         return vocabulary
 
     def new_draft(self, vocabulary: VocabularyMap, tell: Tell) -> nn.Module:
@@ -98,7 +107,9 @@ class Parts:
         try:
             vocabulary = VocabularyMap(weights["d2t"], weights["t2d"], 1.0)
         except KeyError as error:
-            raise CheckpointError(f"{checkpoint.path} holds no vocabulary map ({error}); it is not a draft of strategy {self.strategy.name}.") from None
+            raise CheckpointError(
+                f"{checkpoint.path} holds no vocabulary map ({error}); it is not a draft of strategy {self.strategy.name}."
+            ) from None
         checkpoint.require(self.draft_identity(vocabulary))
         model = self.strategy.build_model(self.architecture, self.facts, vocabulary, load_embedding(self.folder, torch.float32))
         try:

@@ -20,8 +20,8 @@ from specforge.inference.sglang_client.calls import capture_body, check_features
 from specforge.inference.sglang_client.endpoint import Endpoint
 from specforge.inference.sglang_client.handshake import Expected
 from specforge.inference.sglang_http import ServerRefused
-from specforge.inference.sglang_process import command_line
 from specforge.inference.sglang_plugin.settings import ENVIRONMENT_VARIABLE, CaptureSettings
+from specforge.inference.sglang_process import command_line
 from specforge.runtime.contracts import AUX_HIDDEN_STATES, INPUT_IDS, CapturedFeatures, CaptureSpec, PromptTask
 
 # Rows of the same model in another precision have a cosine above this, rows of another model are near 0.
@@ -46,14 +46,17 @@ def check(endpoint: Endpoint, expected: Expected, folder: Path, trust_remote_cod
         return
     if not suffices(spec):
         variable = CaptureSettings(spec.aux_layer_ids, spec.final_hidden, spec.target_argmax).to_json()
-        raise TargetError(f"{endpoint.name}: the plug-in specforge_capture did not answer, and SGLang itself gives no final hidden states. Install "
-                          f"specforge beside SGLang and start the server with {ENVIRONMENT_VARIABLE}='{variable}'; its log says if that was refused")
+        raise TargetError(f"{endpoint.name}: the plug-in specforge_capture did not answer, and SGLang itself gives no final hidden "
+                          "states. Install "
+                          f"specforge beside SGLang and start the server with {ENVIRONMENT_VARIABLE}='{variable}'; its log says if that "
+                          "was refused")
     wanted = builtin_arguments(spec, expected)
     flags = endpoint.information("server_info") or {}
     # The algorithm only names the convention of the ids; SGLang moves it to a field of its own.
     method = str(flags.get("aux_hidden_state_capture") or flags.get("speculative_algorithm")).upper()
     given = (method, flags.get("return_aux_hidden_state_layer_ids"))
-    if not flags.get("enable_return_aux_hidden_states") or given != (wanted["speculative_algorithm"], wanted["return_aux_hidden_state_layer_ids"]):
+    needed = (wanted["speculative_algorithm"], wanted["return_aux_hidden_state_layer_ids"])
+    if not flags.get("enable_return_aux_hidden_states") or given != needed:
         raise TargetError(f"{endpoint.name} returns auxiliary layers {given[1]} ({given[0]}), this run needs output-side layers "
                           f"{list(spec.aux_layer_ids)}. Start it with {' '.join(command_line(wanted))}")
     _compare(endpoint, spec, folder, trust_remote_code)
@@ -74,7 +77,8 @@ def capture(endpoint: Endpoint, task: PromptTask, spec: CaptureSpec, timeout: fl
     rows = (answer.get("meta_info") or {}).get("hidden_states") or [[]]
     states = torch.tensor(rows[0], dtype=getattr(torch, spec.dtype))
     if states.dim() != 2 or len(states) != len(task.input_ids):
-        raise FeatureError(f"{endpoint.name}, sample {task.sample_id}: {len(states)} rows of hidden states for {len(task.input_ids)} tokens. "
+        raise FeatureError(f"{endpoint.name}, sample {task.sample_id}: {len(states)} rows of hidden states for {len(task.input_ids)} "
+                           "tokens. "
                            "Start the server with --disable-radix-cache --chunked-prefill-size -1")
     tensors = {INPUT_IDS: torch.tensor(task.input_ids, dtype=torch.int64), AUX_HIDDEN_STATES: states}
     return CapturedFeatures(task.sample_id, check_features(tensors, task, spec, endpoint.name))
@@ -95,7 +99,8 @@ def _compare(endpoint: Endpoint, spec: CaptureSpec, folder: Path, trust_remote_c
     # The first row of many models is one huge outlier whatever the input is.
     cosine = nn.functional.cosine_similarity(given[1:], own[1:], dim=-1).median().item()
     if not cosine >= LEAST_COSINE:
-        raise TargetError(f"{endpoint.name}: the output of layer {spec.aux_layer_ids[0]} is not that of {folder} (median cosine {cosine:.3f} over "
+        raise TargetError(f"{endpoint.name}: the output of layer {spec.aux_layer_ids[0]} is not that of {folder} (median cosine "
+                          f"{cosine:.3f} over "
                           f"{_PROBE_TOKENS - 1} tokens, at least {LEAST_COSINE} expected): another model, or other layers")
 
 

@@ -82,7 +82,8 @@ def read_capture(answer: dict[str, Any], mark: Mark, task: PromptTask, spec: Cap
     check_finished(answer, f"sample {task.sample_id}")
     said = plugin_answer(answer)
     if said is None:
-        raise TargetError(f"{server}: no features came with the answer for sample {task.sample_id}; the plug-in specforge_capture does not see "
+        raise TargetError(f"{server}: no features came with the answer for sample {task.sample_id}; the plug-in specforge_capture does "
+                          "not see "
                           "the prompts of this target class in this SGLang")
     status = said.get("status")
     if status == "busy":
@@ -92,7 +93,7 @@ def read_capture(answer: dict[str, Any], mark: Mark, task: PromptTask, spec: Cap
     elif status == "stored" and store is not None:
         tensors = _stored_tensors(store, mark, timeout, server)
     else:
-        kind = {"prefix_cache": TargetError, "no_aux": TargetError, "too_large": TargetError, "no_store": TargetError}.get(str(status), RunError)
+        kind = TargetError if status in ("prefix_cache", "no_aux", "too_large", "no_store") else RunError
         raise kind(f"{server}, sample {task.sample_id}: {said.get('message', said)}")
     return CapturedFeatures(task.sample_id, check_features(tensors, task, spec, server))
 
@@ -104,7 +105,8 @@ def check_features(tensors: dict[str, Tensor], task: PromptTask, spec: CaptureSp
     """
     where = f"{server}, sample {task.sample_id}"
     if tensors[INPUT_IDS].tolist() != list(task.input_ids):
-        raise FeatureError(f"{where}: the features are of {len(tensors[INPUT_IDS])} other tokens than the {len(task.input_ids)} that were sent")
+        raise FeatureError(f"{where}: the features are of {len(tensors[INPUT_IDS])} other tokens than the {len(task.input_ids)} that "
+                           "were sent")
     wanted = {INPUT_IDS: tensors[INPUT_IDS], LOSS_MASK: torch.tensor(task.loss_mask, dtype=torch.bool)}
     for name in ([AUX_HIDDEN_STATES] if spec.aux_layer_ids else []) + ([FINAL_HIDDEN_STATES] if spec.final_hidden else []):
         if name not in tensors:
@@ -147,7 +149,8 @@ def _inline_tensors(said: dict[str, Any], task: PromptTask) -> dict[str, Tensor]
         if end > len(raw):
             raise FeatureError(f"sample {task.sample_id}: the answer holds {len(raw)} bytes, {name} would end at {end}")
         # A buffer of its own for each tensor, so that every dtype finds its alignment.
-        tensors[name] = torch.frombuffer(bytearray(raw[offset:end]), dtype=dtype).reshape(shape) if count else torch.empty(shape, dtype=dtype)
+        own = bytearray(raw[offset:end])
+        tensors[name] = torch.frombuffer(own, dtype=dtype).reshape(shape) if count else torch.empty(shape, dtype=dtype)
         specs.append(FeatureSpec(name, tuple(shape), dtype_name, checksum))
         offset = end
     ref = SampleRef(task.sample_id, "inline", tuple(specs), _NOBODY, CaptureSpec((), False, False, ""), len(task.input_ids), offset)
@@ -159,5 +162,6 @@ def too_long(task: PromptTask, limit: int | None, server: str) -> DataError | No
     """The error for a sample that the server cannot take, before anything is sent."""
     if limit is None or len(task.input_ids) < limit:
         return None
-    return DataError(f"sample {task.sample_id} has {len(task.input_ids)} tokens, and {server} takes fewer than {limit} (its context length). "
+    return DataError(f"sample {task.sample_id} has {len(task.input_ids)} tokens, and {server} takes fewer than {limit} (its context "
+                     "length). "
                      f"Set data.max_length={limit - 8} or start the server with a longer --context-length")

@@ -72,7 +72,8 @@ def _target_problems(said: dict[str, Any], expected: Expected) -> list[str]:
 def _capture_problems(said: dict[str, Any], spec: CaptureSpec) -> list[str]:
     problems = []
     if list(said["aux_layer_ids"]) != list(spec.aux_layer_ids):
-        problems.append(f"captured layers {said['aux_layer_ids']} versus {list(spec.aux_layer_ids)} (aux_layer_ids in {ENVIRONMENT_VARIABLE} of "
+        problems.append(f"captured layers {said['aux_layer_ids']} versus {list(spec.aux_layer_ids)} (aux_layer_ids in "
+                        f"{ENVIRONMENT_VARIABLE} of "
                         "the server, output-side)")
     if spec.final_hidden and not (said["final_hidden"] and spec.post_norm):
         problems.append(f"final hidden state {'after the norm only' if said['final_hidden'] else 'not captured'} versus wanted "
@@ -93,5 +94,6 @@ def _transport_problems(said: dict[str, Any], transport: Transport) -> list[str]
     except OSError:
         seen = None
     if seen != said["probe_content"]:
-        return [f"store_path {said['store_path']} is not the same folder on this machine; name a shared one, or use target_backend.transport=inline"]
+        return [f"store_path {said['store_path']} is not the same folder on this machine; name a shared one, or use "
+                "target_backend.transport=inline"]
     return []

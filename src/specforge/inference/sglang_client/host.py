@@ -50,6 +50,7 @@ class HostEndpoint(Endpoint):
         self._sending = threading.Lock()
         self._numbers = itertools.count()
         self._waiting: dict[int, _Slot] = {}
+        self._ready = False
         self._end = ""  # why it is gone; empty while it lives
 
     def start(self) -> HostEndpoint:
@@ -61,8 +62,8 @@ class HostEndpoint(Endpoint):
         command = [sys.executable, "-I", str(process_guard.__file__), str(os.getpid()), str(_GRACE_SECONDS),
                    sys.executable, "-m", "specforge.inference.sglang_client.host_main", self._address]
         with self.log_path.open("wb") as log:
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-                                             env={**environment, **self.environment, KEY_VARIABLE: key.hex()})
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                                             start_new_session=True, env={**environment, **self.environment, KEY_VARIABLE: key.hex()})
         try:
             deadline = time.monotonic() + self.start_timeout_seconds
             self._connection = self._connect(key, deadline)
@@ -71,6 +72,7 @@ class HostEndpoint(Endpoint):
         except BaseException:
             self.close()
             raise
+        self._ready = True
         threading.Thread(target=self._read, name="sglang engine answers", daemon=True).start()
         return self
 
@@ -107,18 +109,21 @@ class HostEndpoint(Endpoint):
         connection, self._connection = self._connection, None
         process, self._process = self._process, None
         died = bool(self._end)
-        if connection is not None:
-            connection.close()  # the engine shuts down and its process ends
         if process is None:
             return
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=_GRACE_SECONDS if connection is not None else 0)
+        if connection is not None and self._ready and not died:
+            with contextlib.suppress(OSError), self._sending:
+                connection.send(None)  # the engine shuts down and its process ends
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=_GRACE_SECONDS)
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=_GRACE_SECONDS if number == signal.SIGTERM else None)
-        if not died and sys.exc_info()[0] is None:
+        if connection is not None:
+            connection.close()
+        if self._ready and not died:
             self.log_path.unlink(missing_ok=True)
 
     def _connect(self, key: bytes, deadline: float) -> Connection:

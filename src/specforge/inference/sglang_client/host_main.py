@@ -51,9 +51,10 @@ async def _serve(engine: Any, connection: Connection) -> None:
 
 
 def _read(connection: Connection, loop: asyncio.AbstractEventLoop, requests: asyncio.Queue[Any]) -> None:
-    request: Any = None
+    """Hand requests over until the other side says None or is gone."""
+    request: Any = ()
     try:
-        while True:
+        while request is not None:
             request = connection.recv()
             loop.call_soon_threadsafe(requests.put_nowait, request)
     except (EOFError, OSError):

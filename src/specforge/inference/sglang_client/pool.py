@@ -166,6 +166,7 @@ class _Run(Generic[Item, Result]):
             elif self.error is None:
                 tries = f"{attempt + 1} tries" if attempt else "one try"
                 words = endpoint.last_words()
-                self.error = RunError(f"{self.what(self.items[index])}: no answer after {tries} (target_backend.retries={self.pool.retries}); "
+                self.error = RunError(f"{self.what(self.items[index])}: no answer after {tries} "
+                                      f"(target_backend.retries={self.pool.retries}); "
                                       f"the last: {error} {words}".rstrip())
             self.changed.notify_all()

@@ -43,7 +43,8 @@ class CaptureHook:
         row = 0
         for rid, start, length in zip(rids, starts, lengths, strict=False):
             take = slice(row, row + length)
-            answers.append(self._one(rid, int(start), take, processor, input_ids, hidden_states, lm_head, logits_metadata, aux_hidden_states))
+            batch = (processor, input_ids, hidden_states, lm_head, logits_metadata, aux_hidden_states)
+            answers.append(self._one(rid, int(start), take, *batch))
             row += length
         if self.outbox is not None and any(answer is not None for answer in answers):
             result.customized_info = {**(result.customized_info or {}), ANSWER_KEY: answers}
@@ -74,7 +75,8 @@ class CaptureHook:
         """This request's rows as tensors of their own: the batch's may be buffers that the next forward overwrites."""
         length = take.stop - take.start
         if hidden.shape[0] < take.stop or input_ids.shape[0] < take.stop:
-            raise CaptureFailed("rows", f"the logits processor got {hidden.shape[0]} rows of hidden states for {take.stop} tokens (a parallel "
+            raise CaptureFailed("rows", f"the logits processor got {hidden.shape[0]} rows of hidden states for {take.stop} tokens (a "
+                                        "parallel "
                                 "layout that spreads the rows of a sequence over ranks is not supported)")
         rows = {INPUT_IDS: input_ids[take].to(torch.int64, copy=True), FINAL_HIDDEN_STATES: hidden[take].clone()}
         if self.capture.aux_layer_ids:
@@ -87,7 +89,8 @@ class CaptureHook:
         parts: Sequence[Tensor] = [] if aux is None else [aux] if isinstance(aux, Tensor) else list(aux)
         width = sum(part.shape[-1] for part in parts)
         if width != wanted * hidden_size or any(part.shape[0] < take.stop for part in parts):
-            raise CaptureFailed("no_aux", f"the model gave auxiliary states of width {width} instead of {wanted} × {hidden_size}; its class "
+            raise CaptureFailed("no_aux", f"the model gave auxiliary states of width {width} instead of {wanted} × {hidden_size}; its "
+                                          "class "
                                 "does not capture the layers that were asked for")
         return torch.cat([part[take] for part in parts], dim=-1) if len(parts) > 1 else parts[0][take].clone()
 

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 _WORKERS = 2
 # A prompt whose chunks stopped coming was aborted; its buffers are given up then.
 _ABANDONED_SECONDS = 600.0
+# Refused requests whose later chunks may still come.
+_REMEMBERED = 1024
 # The scheduler waits for an inline sample at most this long; the copies take milliseconds.
 _INLINE_SECONDS = 120.0
 
@@ -82,6 +84,7 @@ class Outbox:
             self.store = SharedDirStore(path=settings.store_path, max_bytes=settings.store_bytes, checksums=True)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._open: OrderedDict[str, _Sample] = OrderedDict()
+        self._refused: OrderedDict[str, CaptureFailed] = OrderedDict()
         self._pending_bytes = 0
         self._bound = threading.Lock()
         self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="specforge-capture")
@@ -95,20 +98,30 @@ class Outbox:
 
         Raises :class:`CaptureFailed` when earlier rows are missing or there is no room.
         """
-        sample = self._sample(rid, mark, start, rows)
+        end = start + len(rows[INPUT_IDS])
         try:
-            length = len(rows[INPUT_IDS])
-            if start + length > mark.num_tokens:
-                raise CaptureFailed("rows", f"the server ran {start + length} tokens of a prompt of {mark.num_tokens}")
+            if start > 0 and rid in self._refused:  # of a later chunk, the reason why the first was refused
+                raise self._refused[rid]
+            if end > mark.num_tokens:
+                raise CaptureFailed("rows", f"the server ran {end} tokens of a prompt of {mark.num_tokens}")
+            sample = self._sample(rid, mark, start, rows)
             self._copy(sample, start, rows)
-        except BaseException:
+        except BaseException as error:
             self._drop(rid)
+            if isinstance(error, CaptureFailed):
+                self._remember(rid, error)
             raise
-        sample.rows, sample.touched = start + length, time.monotonic()
-        if sample.rows < mark.num_tokens:
+        sample.rows, sample.touched = end, time.monotonic()
+        if end < mark.num_tokens:
             return None
         del self._open[rid]
         return self._hand_over(sample)
+
+    def _remember(self, rid: str, refusal: CaptureFailed) -> None:
+        """SGLang builds the answer from the last chunk, so that one must say what went wrong with an earlier one."""
+        self._refused[rid] = refusal
+        while len(self._refused) > _REMEMBERED:
+            self._refused.popitem(last=False)
 
     def _sample(self, rid: str, mark: Mark, start: int, rows: Mapping[str, Tensor]) -> _Sample:
         sample = self._open.get(rid)
@@ -117,8 +130,8 @@ class Outbox:
             sample = None
         if sample is None:
             if start > 0:
-                raise CaptureFailed("prefix_cache", f"the first {start} rows came from the prefix cache, so their features are missing. Start "
-                                    "the server with --disable-radix-cache, or send each request with an extra_key of its own")
+                raise CaptureFailed("prefix_cache", f"the first {start} rows came from the prefix cache, so their features are missing. "
+                                    "Start the server with --disable-radix-cache, or send each request with an extra_key of its own")
             sample = self._allocate(mark, rows)
             self._open[rid] = sample
         elif sample.rows != start:
@@ -132,7 +145,8 @@ class Outbox:
             raise CaptureFailed("no_store", "this server has no store_path, so it can only answer inline (transport=inline)")
         num_bytes = sum(t[:1].numel() * t.element_size() for t in rows.values()) * mark.num_tokens
         if mark.transport == "inline" and num_bytes > self.settings.inline_bytes:
-            raise CaptureFailed("too_large", f"features of {num_bytes} bytes exceed inline_bytes={self.settings.inline_bytes}; use transport=store")
+            raise CaptureFailed("too_large", f"features of {num_bytes} bytes exceed inline_bytes={self.settings.inline_bytes}; "
+                                "use transport=store")
         with self._bound:
             if self._pending_bytes and self._pending_bytes + num_bytes > self.settings.pending_bytes:
                 raise CaptureFailed("busy", f"{self._pending_bytes} bytes of features are under way and {num_bytes} more exceed "

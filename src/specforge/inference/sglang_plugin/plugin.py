@@ -56,7 +56,8 @@ def check_version(version: str) -> str:
     numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:3])
     if numbers < OLDEST_VERSION:
         wanted = ".".join(map(str, OLDEST_VERSION))
-        raise ConfigError(f"SGLang {version} is not supported: capturing features needs {wanted} or newer (its plug-in interface). Install it "
+        raise ConfigError(f"SGLang {version} is not supported: capturing features needs {wanted} or newer (its plug-in interface). "
+                          "Install it "
                           f"with: pip install 'sglang>={wanted}'")
     return version
 

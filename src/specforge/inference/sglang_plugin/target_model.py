@@ -23,7 +23,7 @@ def refusal(runner: Any) -> str | None:
     if int(getattr(arguments, "pp_size", 1) or 1) > 1:
         return f"--pp-size {arguments.pp_size}: a pipeline stage sees its own layers only. Use --tp-size instead"
     if int(getattr(arguments, "attn_cp_size", 1) or 1) > 1:
-        return f"--attn-cp-size {arguments.attn_cp_size}: context parallelism spreads the rows of a prompt over ranks. Use --tp-size instead"
+        return f"--attn-cp-size {arguments.attn_cp_size}: context parallelism spreads a prompt's rows over ranks. Use --tp-size instead"
     if not runner.is_generation:
         return "this server gives embeddings, not tokens. Start it without --is-embedding"
     return None
@@ -48,7 +48,8 @@ def enable_capture(model: Any, layer_ids: tuple[int, ...], num_layers: int) -> s
         setter(given)
         captured = _captured_inputs(model)
         if captured is not None and captured != [i + 1 for i in layer_ids]:
-            raise TargetError(f"{name}: SGLang captures before layers {captured} instead of {[i + 1 for i in layer_ids]}; its rule for this "
+            raise TargetError(f"{name}: SGLang captures before layers {captured} instead of {[i + 1 for i in layer_ids]}; its rule for "
+                              "this "
                               "class is not known to this release of specforge")
         return f"set_{family}_layers_to_capture({given})" + ("" if captured is not None else ", which could not be read back")
     raise TargetError(f"target class {name} cannot give the output of layers {list(layer_ids)} in this SGLang: {'; '.join(problems)}")

@@ -117,7 +117,7 @@ class HFTargetEngine(TargetEngine):
         argmax = torch.full((len(mask),), -1, dtype=torch.int64, device=self.device)
         rows = mask[1:].nonzero().squeeze(-1)
         tile = max(1, _HEAD_TILE_VALUES // self.vocab_size)
-        for part in rows.split(tile):
+        for part in rows.split(tile) if len(rows) else ():
             argmax[part] = self.head_logits(final[part]).argmax(dim=-1)
         return argmax
 

@@ -26,6 +26,9 @@ from specforge.inference.target_engine.base import TargetEngine, resolve_dtype
 from specforge.runtime.contracts import FINAL_HIDDEN_STATES, TARGET_ARGMAX, CapturedFeatures, CaptureSpec, PromptTask, TargetIdentity
 from specforge.runtime.data_plane.shared_dir import SharedDirStore
 
+_ANY_SIZE = "1000TiB"  # the server bounds its store; here it is only read
+_SPARE_TOKENS = 6  # how many fewer than its context length SGLang takes
+
 
 class SGLangTarget(TargetEngine):
     """Features are made by SGLang's own kernels, so they are what serving computes; tensors come back in host memory.
@@ -48,9 +51,10 @@ class SGLangTarget(TargetEngine):
         self.transport: Transport = transport
         self.in_flight, self.retries, self.timeout = requests_in_flight, retries, request_timeout_seconds
         self.spec: CaptureSpec | None = None  # what the running servers were started or admitted for
-        self.store: SharedDirStore | None = None
         self._pool: ServerPool | None = None
-        self._facts: dict[int, dict[str, Any] | None] = {}  # what each admitted server's plug-in said
+        # What each admitted server's plug-in said, and the folder it stores features in; by the endpoint's id.
+        self._facts: dict[int, dict[str, Any] | None] = {}
+        self._stores: dict[int, SharedDirStore] = {}
         self._opening = threading.RLock()
         self._head: Any = None
         self._calls = itertools.count()
@@ -59,7 +63,7 @@ class SGLangTarget(TargetEngine):
 
     @abstractmethod
     def _start(self, spec: CaptureSpec | None) -> list[Endpoint]:
-        """The servers for ``spec`` (None: only answers are wanted), started if they are ours. Sets :attr:`store` if it is made here."""
+        """The servers for ``spec`` (None: only answers are wanted), started if they are ours."""
 
     @abstractmethod
     def _serves_any_spec(self) -> bool:
@@ -77,7 +81,7 @@ class SGLangTarget(TargetEngine):
 
     def _capture_one(self, server: Endpoint, task: PromptTask, attempt: int, spec: CaptureSpec, call: int) -> CapturedFeatures:
         said = self._facts.get(id(server))
-        if (error := calls.too_long(task, said["context_length"] if said else None, server.name)) is not None:
+        if (error := calls.too_long(task, said["context_length"] - _SPARE_TOKENS if said else None, server.name)) is not None:
             raise error
         try:
             if said is None:
@@ -85,7 +89,7 @@ class SGLangTarget(TargetEngine):
             # Two runs may share a server and its store, and a late file of an earlier call must not be taken for this one's.
             mark = Mark.of(f"{self._name}.{call}.{task.sample_id}", task.loss_mask, attempt, self.transport)
             answer = server.generate(calls.capture_body(task, mark.rid()), self.timeout)
-            return calls.read_capture(answer, mark, task, spec, self.store, self.timeout, server.name)
+            return calls.read_capture(answer, mark, task, spec, self._stores.get(id(server)), self.timeout, server.name)
         except ServerRefused as error:
             raise RunError(f"sample {task.sample_id} ({len(task.input_ids)} tokens): {error}") from error
 
@@ -147,10 +151,10 @@ class SGLangTarget(TargetEngine):
                     self._pool.admitted.clear()
                 else:
                     self._close_servers()  # started for answers only, or for other layers
-            if self._pool is None:
-                endpoints = self._start(spec)
-                self._pool = ServerPool(endpoints, admit=self._admit, in_flight=self.in_flight, retries=self.retries, busy_seconds=self.timeout)
             self.spec = spec or self.spec
+            if self._pool is None:
+                self._pool = ServerPool(self._start(self.spec), admit=self._admit, in_flight=self.in_flight, retries=self.retries,
+                                        busy_seconds=self.timeout)
             self._pool.usable()
             return self._pool
 
@@ -162,8 +166,8 @@ class SGLangTarget(TargetEngine):
             route = "SGLang's own answers (auxiliary layers only)" if self.spec else "no features, answers only"
         else:
             handshake.check(said, expected, server.name)
-            if self.transport == "store" and self.store is None and self.spec is not None:
-                self.store = SharedDirStore(path=said["store_path"], max_bytes="1TiB", checksums=True)
+            if self.transport == "store" and self.spec is not None:
+                self._stores[id(server)] = SharedDirStore(path=said["store_path"], max_bytes=_ANY_SIZE, checksums=True)
             reason = "" if self.spec is None or not bare_server.suffices(self.spec) else ", which came with the server"
             route = f"the plug-in {said['specforge']} over transport {self.transport}{reason}" if self.spec else "no features, answers only"
         self._facts[id(server)] = said
@@ -182,7 +186,7 @@ class SGLangTarget(TargetEngine):
     def _close_servers(self) -> None:
         pool, self._pool = self._pool, None
         self._facts.clear()
-        self.store = None
+        self._stores.clear()
         if pool is not None:
             pool.close()
 
@@ -198,7 +202,8 @@ def _stop_token_ids(folder: Path, config_ids: tuple[int, ...]) -> tuple[int, ...
     except FileNotFoundError:
         stops = None
     except (OSError, ValueError) as error:
-        raise TargetError(f"target.path: {folder / 'generation_config.json'} cannot be read as JSON ({error}). Fetch the model again.") from None
+        raise TargetError(f"target.path: {folder / 'generation_config.json'} cannot be read as JSON ({error}). Fetch the model "
+                          "again.") from None
     if stops is None:
         return config_ids
     return tuple(stops) if isinstance(stops, list) else (int(stops),)

@@ -64,12 +64,30 @@ class LlamaDraft(DraftArchitecture):
 
     name = "llama"
 
-    def __init__(self, *, num_layers: int, hidden_size: int | None, intermediate_size: int | None, num_heads: int | None,
-                 num_kv_heads: int | None, head_dim: int | None, rms_norm_eps: float | None, max_position_embeddings: int | None,
-                 rope: dict[str, Any] | None, init_from: str) -> None:
-        dimensions = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_heads": num_heads,
-                      "num_kv_heads": num_kv_heads, "head_dim": head_dim, "rms_norm_eps": rms_norm_eps,
-                      "max_position_embeddings": max_position_embeddings, "rope": rope}
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        hidden_size: int | None,
+        intermediate_size: int | None,
+        num_heads: int | None,
+        num_kv_heads: int | None,
+        head_dim: int | None,
+        rms_norm_eps: float | None,
+        max_position_embeddings: int | None,
+        rope: dict[str, Any] | None,
+        init_from: str,
+    ) -> None:
+        dimensions = {
+            "hidden_size": hidden_size,
+            "intermediate_size": intermediate_size,
+            "num_heads": num_heads,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "rms_norm_eps": rms_norm_eps,
+            "max_position_embeddings": max_position_embeddings,
+            "rope": rope,
+        }
         unset = [k for k, v in dimensions.items() if v is None]
         if unset:
             raise ValueError(f"draft: {', '.join(unset)} still null; fill_from_target takes them from the target")
@@ -94,15 +112,22 @@ class LlamaDraft(DraftArchitecture):
     @classmethod
     def rules(cls, choices: Mapping[str, str], config: Mapping[str, Any]) -> list[str]:
         node = config["draft"]
-        sizes = {key: node.get(key) for key in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim",
-                                                  "max_position_embeddings")}
-        problems = [f"draft.{key}: {value} — must be at least 1. Set draft.{key}=null to take the target's." for key, value in sizes.items()
-                    if isinstance(value, int) and value < 1]
+        sizes = {
+            key: node.get(key)
+            for key in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "max_position_embeddings")
+        }
+        problems = [
+            f"draft.{key}: {value} — must be at least 1. Set draft.{key}=null to take the target's."
+            for key, value in sizes.items()
+            if isinstance(value, int) and value < 1
+        ]
         if problems or None in sizes.values():  # the target is not on disk yet
             return problems
         if sizes["num_heads"] % sizes["num_kv_heads"]:
-            problems.append(f"draft.num_heads: {sizes['num_heads']} — must be a multiple of draft.num_kv_heads={sizes['num_kv_heads']}, "
-                            "since each of those serves equally many heads. Change one of them.")
+            problems.append(
+                f"draft.num_heads: {sizes['num_heads']} — must be a multiple of draft.num_kv_heads={sizes['num_kv_heads']}, "
+                "since each of those serves equally many heads. Change one of them."
+            )
         if sizes["head_dim"] % 2:
             problems.append(f"draft.head_dim: {sizes['head_dim']} — must be even, since RoPE turns pairs. Change draft.head_dim.")
         try:
@@ -125,10 +150,19 @@ class LlamaDraft(DraftArchitecture):
 
     def config_fields(self) -> dict[str, Any]:
         return {
-            "model_type": "llama", "hidden_act": "silu", "hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_layers, "num_attention_heads": self.num_heads, "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim, "rms_norm_eps": self.rms_norm_eps, "max_position_embeddings": self.max_position_embeddings,
-            "attention_bias": False, "mlp_bias": False, **rope_both_forms(self.rope),
+            "model_type": "llama",
+            "hidden_act": "silu",
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "rms_norm_eps": self.rms_norm_eps,
+            "max_position_embeddings": self.max_position_embeddings,
+            "attention_bias": False,
+            "mlp_bias": False,
+            **rope_both_forms(self.rope),
         }
 
     def layer_weight_names(self) -> dict[str, str]:

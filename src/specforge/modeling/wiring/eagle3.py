@@ -80,8 +80,17 @@ class Eagle3Draft(nn.Module):
     t2d: torch.Tensor
     embedding: torch.Tensor
 
-    def __init__(self, architecture: DraftArchitecture, *, target_hidden_size: int, num_aux: int, embedding: torch.Tensor,
-                 d2t: torch.Tensor, t2d: torch.Tensor, flags: Eagle3Flags) -> None:
+    def __init__(
+        self,
+        architecture: DraftArchitecture,
+        *,
+        target_hidden_size: int,
+        num_aux: int,
+        embedding: torch.Tensor,
+        d2t: torch.Tensor,
+        t2d: torch.Tensor,
+        flags: Eagle3Flags,
+    ) -> None:
         super().__init__()
         width, self.flags, self.num_aux = architecture.hidden_size, flags, num_aux
         self.fc_norm = nn.ModuleList(architecture.norm(target_hidden_size) for _ in range(num_aux)) if flags.fc_norm else None
@@ -146,6 +155,7 @@ class Eagle3Draft(nn.Module):
         rows, picked = inputs.rows, inputs.row_in_context
         u, g, positions = u[picked], residual[picked], inputs.context_positions[picked]
         mask = inputs.mask.block_mask() if self.attend is not plain_attention else inputs.mask.dense()
+        state = g
         own_keys: list[torch.Tensor] = []
         own_values: list[torch.Tensor] = []
         results = []

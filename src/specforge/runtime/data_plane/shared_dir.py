@@ -5,8 +5,9 @@
     ab/<key>-<attempt>.failed             why a writer gave this attempt up
     lock                                  held for moments: whoever pins, evicts or renames
 
-``key`` is a digest of the sample id and ``ab`` its beginning. A later attempt replaces the earlier ones, and a writer that comes late with an older attempt is
-ignored, so a sample that was tried again is never trained from a stale file. Works on any file system with rename and flock.
+``key`` is a digest of the sample id and ``ab`` its beginning. A later attempt replaces the earlier ones, and a writer that comes late
+with an older attempt is refused, so a sample that was tried again is never trained from a stale file. Works on any file system with
+rename and flock.
 """
 
 from __future__ import annotations
@@ -205,7 +206,8 @@ class SharedDirStore(FeatureStore):
         free = [(path, size) for _, path, size in files if not self._pins(path)]
         if used - sum(size for _, size in free) + num_bytes > self.max_bytes:  # nothing is evicted in vain
             raise StoreFullError(
-                f"feature_store.max_bytes={self.max_bytes}: sample {sample_id} needs {num_bytes} bytes and {used} are used in {self.folder}, "
+                f"feature_store.max_bytes={self.max_bytes}: sample {sample_id} needs {num_bytes} bytes and {used} are used in "
+                f"{self.folder}, "
                 "too many of them by samples that are still needed. Raise feature_store.max_bytes (for example 16GiB)"
             )
         for path, size in free:

@@ -51,8 +51,9 @@ class DraftTrainStrategy(ABC):
         return {**kept, "aux_hidden_state_layer_ids": list(self.aux_layer_ids(target))}
 
     @abstractmethod
-    def build_model(self, architecture: DraftArchitecture, target: TargetFacts, vocabulary: VocabularyMap,
-                    embedding: torch.Tensor) -> nn.Module:
+    def build_model(
+        self, architecture: DraftArchitecture, target: TargetFacts, vocabulary: VocabularyMap, embedding: torch.Tensor
+    ) -> nn.Module:
         """The wiring: an ``nn.Module`` on the current default device whose ``forward`` is all that the trainer runs.
 
         ``embedding`` [V, H] is the target's, frozen, and a non-persistent part of it: ``state_dict()`` is exactly what is trained plus
@@ -79,12 +80,12 @@ class DraftTrainStrategy(ABC):
         return {}
 
     @abstractmethod
-    def prefix_correctness(self, model: nn.Module, batch: TrainBatch, head: TargetHead,
-                           num_draft_tokens: int) -> PrefixCorrectness:
+    def prefix_correctness(self, model: nn.Module, batch: TrainBatch, head: TargetHead, num_draft_tokens: int) -> PrefixCorrectness:
         """What walk_accept_length, joint_acc_len and per_position_accuracy of an evaluation are made of (conventions §7)."""
 
-    def warm_start(self, model: nn.Module, layer_weights: Mapping[str, torch.Tensor], final_norm: torch.Tensor | None,
-                   head_rows: torch.Tensor) -> list[str]:
+    def warm_start(
+        self, model: nn.Module, layer_weights: Mapping[str, torch.Tensor], final_norm: torch.Tensor | None, head_rows: torch.Tensor
+    ) -> list[str]:
         """Start ``model`` from the target's last layer, final norm [H] and kept head rows [Vd, H]; the names of what was set."""
         return []
 

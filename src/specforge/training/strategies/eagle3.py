@@ -41,9 +41,18 @@ class Eagle3(DraftTrainStrategy):
     serving_classes: ClassVar[dict[str, str]] = {"llama": "LlamaForCausalLMEagle3", "deepseek_mla": "Eagle3DeepseekV2ForCausalLM"}
     free_keys: ClassVar[tuple[str, ...]] = ("ttt_length", "step_decay", "draft_vocab_size")  # the vocabulary has a digest of its own
 
-    def __init__(self, *, ttt_length: Annotated[int, Field(ge=1, le=32)], step_decay: Annotated[float, Field(gt=0, le=1)],
-                 draft_vocab_size: Annotated[int, Field(ge=2)] | None, aux_hidden_state_layer_ids: list[int] | None,
-                 fc_norm: bool, norm_before_fc: bool, norm_output: bool, norm_before_residual: bool) -> None:
+    def __init__(
+        self,
+        *,
+        ttt_length: Annotated[int, Field(ge=1, le=32)],
+        step_decay: Annotated[float, Field(gt=0, le=1)],
+        draft_vocab_size: Annotated[int, Field(ge=2)] | None,
+        aux_hidden_state_layer_ids: list[int] | None,
+        fc_norm: bool,
+        norm_before_fc: bool,
+        norm_output: bool,
+        norm_before_residual: bool,
+    ) -> None:
         self.ttt_length, self.step_decay, self.draft_vocab_size = ttt_length, step_decay, draft_vocab_size
         self._layer_ids = aux_hidden_state_layer_ids
         self.flags = Eagle3Flags(fc_norm, norm_before_fc, norm_output, norm_before_residual)
@@ -53,10 +62,18 @@ class Eagle3(DraftTrainStrategy):
             return tuple(sorted(self._layer_ids))
         return tuple(sorted({min(1, target.num_layers - 2), max(target.num_layers // 2 - 1, 0), max(target.num_layers - 4, 0)}))
 
-    def build_model(self, architecture: DraftArchitecture, target: TargetFacts, vocabulary: VocabularyMap,
-                    embedding: torch.Tensor) -> nn.Module:
-        return Eagle3Draft(architecture, target_hidden_size=target.hidden_size, num_aux=len(self.aux_layer_ids(target)),
-                           embedding=embedding, d2t=vocabulary.d2t, t2d=vocabulary.t2d, flags=self.flags)
+    def build_model(
+        self, architecture: DraftArchitecture, target: TargetFacts, vocabulary: VocabularyMap, embedding: torch.Tensor
+    ) -> nn.Module:
+        return Eagle3Draft(
+            architecture,
+            target_hidden_size=target.hidden_size,
+            num_aux=len(self.aux_layer_ids(target)),
+            embedding=embedding,
+            d2t=vocabulary.d2t,
+            t2d=vocabulary.t2d,
+            flags=self.flags,
+        )
 
     def forward_loss(self, model: nn.Module, batch: TrainBatch, head: TargetHead, context: StepContext) -> StepOutput:
         rows, draft = self._rows(model, batch, self.ttt_length)
@@ -74,10 +91,14 @@ class Eagle3(DraftTrainStrategy):
         steps = model(rows.inputs, on_step)
         loss_sum = sum((self.step_decay**k * step[0] for k, step in enumerate(steps)), torch.zeros((), device=teacher.device))
         step_loss, correct, count = (torch.stack([step[j].double() for step in steps]) for j in (1, 2, 3))
-        return StepOutput(loss_sum, rows.weights[0].sum().double(), {
-            "per_position_accuracy": (correct, count),
-            "step_loss": (step_loss, count),
-        })
+        return StepOutput(
+            loss_sum,
+            rows.weights[0].sum().double(),
+            {
+                "per_position_accuracy": (correct, count),
+                "step_loss": (step_loss, count),
+            },
+        )
 
     @staticmethod
     def _rows(model: nn.Module, batch: TrainBatch, num_steps: int) -> tuple[Eagle3Rows, Eagle3Draft]:
@@ -102,8 +123,7 @@ class Eagle3(DraftTrainStrategy):
         return logits, label
 
     @torch.no_grad()
-    def prefix_correctness(self, model: nn.Module, batch: TrainBatch, head: TargetHead,
-                           num_draft_tokens: int) -> PrefixCorrectness:
+    def prefix_correctness(self, model: nn.Module, batch: TrainBatch, head: TargetHead, num_draft_tokens: int) -> PrefixCorrectness:
         """Rows are those with weight at step 0; see the base class."""
         rows, draft = self._rows(model, batch, num_draft_tokens)
         _, label = self._teacher(draft, batch, head, rows)
@@ -122,8 +142,9 @@ class Eagle3(DraftTrainStrategy):
 
         return Eagle3Proposer(_draft_of(model))
 
-    def warm_start(self, model: nn.Module, layer_weights: Mapping[str, torch.Tensor], final_norm: torch.Tensor | None,
-                   head_rows: torch.Tensor) -> list[str]:
+    def warm_start(
+        self, model: nn.Module, layer_weights: Mapping[str, torch.Tensor], final_norm: torch.Tensor | None, head_rows: torch.Tensor
+    ) -> list[str]:
         return _draft_of(model).warm_start(layer_weights, final_norm, head_rows)
 
     def outer_export(self, architecture: DraftArchitecture, target: TargetFacts, export_format: str) -> OuterExport:
@@ -133,18 +154,26 @@ class Eagle3(DraftTrainStrategy):
 
     def serving_arguments(self, num_draft_tokens: int) -> dict[str, Any]:
         # SGLang counts the root among the draft tokens: a chain of n drafts is n steps, one branch, n + 1 tokens.
-        return {"speculative_algorithm": "EAGLE3", "speculative_num_steps": num_draft_tokens, "speculative_eagle_topk": 1,
-                "speculative_num_draft_tokens": num_draft_tokens + 1}
+        return {
+            "speculative_algorithm": "EAGLE3",
+            "speculative_num_steps": num_draft_tokens,
+            "speculative_eagle_topk": 1,
+            "speculative_num_draft_tokens": num_draft_tokens + 1,
+        }
 
     def rules(self, choices: dict[str, str], config: dict[str, Any]) -> list[str]:
         problems = []
         if config["draft"].get("num_layers") != 1:
-            problems.append(f"draft.num_layers: {config['draft'].get('num_layers')} — strategy {self.name} trains one decoder layer. "
-                            "Set draft.num_layers=1.")
+            problems.append(
+                f"draft.num_layers: {config['draft'].get('num_layers')} — strategy {self.name} trains one decoder layer. "
+                "Set draft.num_layers=1."
+            )
         folder, width = config["target"].get("resolved_path"), config["draft"].get("hidden_size")
         if folder and isinstance(width, int) and width != (wanted := TargetFacts.from_folder(folder).hidden_size):
-            problems.append(f"draft.hidden_size: {width} — strategy {self.name} reads the target's own embedding of width {wanted}. "
-                            "Set draft.hidden_size=null.")
+            problems.append(
+                f"draft.hidden_size: {width} — strategy {self.name} reads the target's own embedding of width {wanted}. "
+                "Set draft.hidden_size=null."
+            )
         return problems
 
 
