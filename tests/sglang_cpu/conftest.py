@@ -57,7 +57,8 @@ def cpu_environment() -> dict[str, str]:
     """Environment in which SGLang, in a process of its own, finds the stand-in kernels and this package."""
     source = Path(specforge.__file__).resolve().parents[1]
     path = [str(STAND_IN), str(source), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return {"PYTHONPATH": os.pathsep.join(path), "SGLANG_USE_CPU_ENGINE": "1"}
+    # One thread: the models here are so small that threads only wait for each other.
+    return {"PYTHONPATH": os.pathsep.join(path), "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="session")
