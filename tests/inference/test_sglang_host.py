@@ -147,14 +147,14 @@ def test_an_engine_that_dies_wakes_every_caller_and_shows_its_log(make_host):
 
 @pytest.mark.parametrize(
     ("model_path", "message"),
-    [("raises", "could not start: RuntimeError: no such model"), ("dies", "ended while it was starting"), ("hangs", "not ready after 3 s")],
+    [("raises", "could not start: RuntimeError: no such model"), ("dies", "ended while it was starting"), ("hangs", "not ready after 12 s")],
 )
 def test_an_engine_that_does_not_start_is_one_message_with_its_log(make_host, model_path, message):
-    host = make_host(model_path, seconds=3.0)
+    host = make_host(model_path, seconds=12.0)  # long enough for a busy machine to print the first line
     began = time.monotonic()
     with pytest.raises(RunError, match=f"(?s){message}.*log is .*starting {model_path}"):
         host.start()
-    assert time.monotonic() - began < 25
+    assert time.monotonic() - began < 40
 
 
 def test_the_engine_ends_when_its_owner_is_killed(make_host, tmp_path):

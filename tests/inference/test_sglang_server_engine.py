@@ -356,9 +356,11 @@ def test_prompts_beyond_the_context_are_refused_before_and_by_the_server(make_se
         ({"dtype": "bfloat16"}, r"dtype bfloat16 versus float32.*target_backend.dtype"),
         ({"final_hidden": False}, "final hidden state not captured"),
         ({"num_layers": 5}, "num_layers 5 versus 4"),
-        ({"target": {"config_digest": "other", "tokenizer_digest": "tokenizer-a", "revision": None}}, "model files of .*digest other versus config-a"),
+        ({"target": {"config_digest": "other", "tokenizer_digest": "tokenizer-a", "revision": None}}, "model files of .*digest other "
+                                                                                                      "versus config-a"),
         ({"target": {"config_digest": "config-a", "tokenizer_digest": "other", "revision": "r7"}}, "tokenizer files"),
-        ({"target": {"config_digest": "config-a", "tokenizer_digest": "tokenizer-a", "revision": "r8"}}, "revision r8 versus target.revision=r7"),
+        ({"target": {"config_digest": "config-a", "tokenizer_digest": "tokenizer-a", "revision": "r8"}}, "revision r8 versus "
+                                                                                                         "target.revision=r7"),
         ({"target": None, "model_path": "/models/other"}, "model path /models/other versus tiny"),
         ({"probe_content": "elsewhere"}, "not the same folder on this machine.*transport=inline"),
         ({"store_path": None}, "no store_path.*transport=inline"),

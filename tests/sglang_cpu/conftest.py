@@ -33,6 +33,7 @@ CPU_ARGUMENTS: dict[str, Any] = {
     "disable_overlap_schedule": True,
     "disable_cuda_graph": True,
     "skip_server_warmup": True,
+    "sleep_on_idle": True,
     "mem_fraction_static": 0.3,
     "max_total_tokens": 8192,
 }
@@ -61,38 +62,44 @@ def cpu_environment() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(path), "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
 
 
-@pytest.fixture(scope="session")
-def serve(tmp_path_factory: pytest.TempPathFactory, cpu_arguments: dict[str, Any], cpu_environment: dict[str, str],
-          ) -> Iterator[Callable[..., SGLangProcess]]:
+class OneServer:
     """``serve(model_path, environment={}, **arguments)`` gives a running server.
 
     The same call again gives the same server; another call ends it and starts another, so that one runs at a time.
     """
-    running: dict[Any, SGLangProcess] = {}
 
-    def call(model_path: Path, environment: dict[str, str] | None = None, **arguments: Any) -> SGLangProcess:
-        key = (str(model_path), repr(sorted((environment or {}).items())), repr(sorted(arguments.items())))
-        if key not in running:
-            stop_all()
-            log = tmp_path_factory.mktemp("server") / "server.log"
-            merged = {**cpu_environment, **(environment or {})}
-            if environment and "PYTHONPATH" in environment:
-                merged["PYTHONPATH"] = os.pathsep.join((environment["PYTHONPATH"], cpu_environment["PYTHONPATH"]))
-            server = SGLangProcess(model_path=str(model_path), port=None, arguments={**cpu_arguments, **arguments}, environment=merged,
-                                   log_path=log, start_timeout_seconds=240)
-            server.start()
-            server.wait_ready()
-            running[key] = server
-        running[key].check_alive()
-        return running[key]
+    def __init__(self, arguments: dict[str, Any], environment: dict[str, str], make_folder: Callable[[str], Path]) -> None:
+        self._arguments, self._environment, self._make_folder = arguments, environment, make_folder
+        self._key = ""
+        self._server: SGLangProcess | None = None
 
-    def stop_all() -> None:
-        for server in running.values():
-            server.stop()
-        running.clear()
+    def __call__(self, model_path: Path, environment: dict[str, str] | None = None, **arguments: Any) -> SGLangProcess:
+        key = repr((str(model_path), environment, arguments))
+        if self._server is None or key != self._key:
+            self.stop()
+            merged = {**self._environment, **(environment or {})}
+            if "PYTHONPATH" in (environment or {}):
+                merged["PYTHONPATH"] = os.pathsep.join((merged["PYTHONPATH"], self._environment["PYTHONPATH"]))
+            self._server = SGLangProcess(model_path=str(model_path), port=None, arguments={**self._arguments, **arguments}, environment=merged,
+                                         log_path=self._make_folder("server") / "server.log", start_timeout_seconds=240)
+            self._server.start()
+            self._server.wait_ready()
+            self._key = key
+        self._server.check_alive()
+        return self._server
 
-    yield call
-    stop_all()
+    def stop(self) -> None:
+        """End the server; for a test that starts others."""
+        if self._server is not None:
+            self._server.stop()
+            self._server = None
+
+
+@pytest.fixture(scope="session")
+def serve(tmp_path_factory: pytest.TempPathFactory, cpu_arguments: dict[str, Any], cpu_environment: dict[str, str]) -> Iterator[OneServer]:
+    one = OneServer(cpu_arguments, cpu_environment, tmp_path_factory.mktemp)
+    yield one
+    one.stop()
 
 
 @dataclass(frozen=True)
@@ -117,7 +124,7 @@ def proof(tmp_path_factory: pytest.TempPathFactory, make_tiny_target: Callable[.
     words = ["sun", "moon", "river", "stone", "bridge", "garden", "window", "paper", "winter", "market", "letter", "island"]
     prompts = [{"id": f"p{i}", "prompt": f"the {words[i % 12]} and the {words[(7 * i + i // 12) % 12]} of {i}"} for i in range(NUM_PROMPTS)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
-    common = ["target=hf", f"target.path={target}", "device=cpu", "num_threads=2"]
+    common = ["target=hf", f"target.path={target}", "device=cpu", "num_threads=1"]
 
     def call(*arguments: str) -> Any:
         outcome = run_cli(*arguments, cwd=folder)
@@ -126,7 +133,7 @@ def proof(tmp_path_factory: pytest.TempPathFactory, make_tiny_target: Callable[.
 
     call("regenerate", *common, "input=prompts.jsonl", "output=train.jsonl", f"max_new_tokens={NEW_TOKENS}", "batch_size=16")
     trained = call(*common, "data=jsonl", f"data.train_path={folder}/train.jsonl", f"data.eval_path={folder}/train.jsonl",
-                   "data.max_length=200", "name=proof", "strategy.draft_vocab_size=280", "strategy.ttt_length=4", "optimizer.lr=4e-3",
-                   "trainer.epochs=120", "trainer.global_batch_size=8", "trainer.save_every=10000", "trainer.eval_every=240",
-                   "trainer.log_every=120")  # fmt: skip
+                   "data.max_length=200", "name=proof", "strategy.draft_vocab_size=280", "strategy.ttt_length=4",
+                   "strategy.aux_hidden_state_layer_ids=[1,2,4]", "optimizer.lr=4e-3", "trainer.epochs=120", "trainer.global_batch_size=8",
+                   "trainer.save_every=10000", "trainer.eval_every=240", "trainer.log_every=120")  # fmt: skip
     return Proof(folder, target, folder / trained.run_dir)

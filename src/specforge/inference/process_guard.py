@@ -29,7 +29,7 @@ def _end_group(grace_seconds: float) -> None:
     """SIGTERM to the rest of this process's own group, then SIGKILL to what is left of it."""
     deadline = time.monotonic() + grace_seconds
     number: int = signal.SIGTERM
-    while others := _others():
+    while others := [pid for pid in group_members(os.getpgrp()) if pid != os.getpid()]:
         for pid in others:
             with contextlib.suppress(OSError):
                 os.kill(pid, number)
@@ -37,11 +37,11 @@ def _end_group(grace_seconds: float) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _others() -> list[int]:
-    group, own = os.getpgrp(), os.getpid()
+def group_members(group: int) -> list[int]:
+    """Processes of a group that still run; those that only wait to be reaped do not count (Linux; elsewhere none are seen)."""
     found = []
     for entry in os.listdir("/proc") if os.path.isdir("/proc") else []:
-        if entry.isdigit() and int(entry) != own:
+        if entry.isdigit():
             with contextlib.suppress(OSError):
                 if os.getpgid(int(entry)) == group and not _is_zombie(entry):
                     found.append(int(entry))

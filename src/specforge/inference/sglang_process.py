@@ -19,6 +19,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from specforge.errors import ConfigError, MissingExtraError, RunError
+from specforge.inference.process_guard import group_members
 from specforge.inference.sglang_http import ServerUnreachable, get_json
 
 _GUARD = Path(__file__).with_name("process_guard.py")
@@ -130,7 +131,7 @@ class SGLangProcess:
         _signal_group(process.pid, signal.SIGKILL)
         process.wait()
         deadline = time.monotonic() + _KILL_SECONDS
-        while time.monotonic() < deadline and _signal_group(process.pid, 0):
+        while time.monotonic() < deadline and group_members(process.pid):
             time.sleep(0.02)
 
     def __enter__(self) -> SGLangProcess:
@@ -167,10 +168,6 @@ def free_port(host: str = "127.0.0.1") -> int:
         return int(probe.getsockname()[1])
 
 
-def _signal_group(group: int, number: int) -> bool:
-    """Send a signal (0 sends none); false when nothing is left of the group."""
-    try:
+def _signal_group(group: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return True

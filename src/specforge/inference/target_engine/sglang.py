@@ -31,8 +31,9 @@ class SGLangTargetEngine(SGLangTarget):
         self,
         *,
         dtype: Literal["auto", "float32", "bfloat16", "float16"],
-        server_args: dict[str, Any],
-        environment: dict[str, str],
+        mem_fraction_static: Annotated[float, Field(gt=0, lt=1)],
+        server_args: dict[str, Any] | None,
+        environment: dict[str, str] | None,
         transport: Transport,
         store_bytes: int | str,
         requests_in_flight: Annotated[int, Field(ge=1)],
@@ -48,7 +49,8 @@ class SGLangTargetEngine(SGLangTarget):
                          transport=transport, requests_in_flight=requests_in_flight, retries=retries,
                          request_timeout_seconds=request_timeout_seconds)
         check_server_arguments(server_args, "target_backend.server_args")
-        self.plan = LaunchPlan(self, server_args, environment, store_bytes, torch.device(device))
+        self.plan = LaunchPlan(self, {"mem_fraction_static": mem_fraction_static, **(server_args or {})}, environment or {}, store_bytes,
+                               torch.device(device))
         self.start_timeout_seconds = start_timeout_seconds
         self._folder: Path | None = None
 

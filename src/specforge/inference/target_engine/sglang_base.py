@@ -128,7 +128,7 @@ class SGLangTarget(TargetEngine):
             pool = self._pool or self._opened(None)
         if temperature > 0 and not all(said and said["deterministic"] for said in self._facts.values()):
             self._tell("temperature > 0: SGLang draws from one stream for all requests, so answers differ from run to run; "
-                       "target_backend.server_args.enable_deterministic_inference=true makes them follow the seed")
+                       "target_backend.server_args={enable_deterministic_inference: true} makes them follow the seed")
         seeds = [_mix(seed, i) for i in range(len(prompts))] if isinstance(seed, int) else list(seed)
 
         def one(server: Endpoint, item: tuple[Sequence[int], int], attempt: int) -> list[int]:

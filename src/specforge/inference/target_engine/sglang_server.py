@@ -39,8 +39,8 @@ class SGLangServerTargetEngine(SGLangTarget):
         token_variable: str | None,
         num_servers: Annotated[int, Field(ge=1)],
         first_gpu: Annotated[int, Field(ge=0)],
-        server_args: dict[str, Any],
-        environment: dict[str, str],
+        server_args: dict[str, Any] | None,
+        environment: dict[str, str] | None,
         transport: Transport,
         store_bytes: int | str,
         requests_in_flight: Annotated[int, Field(ge=1)],
@@ -60,7 +60,7 @@ class SGLangServerTargetEngine(SGLangTarget):
         self.token = _read_token(token_variable)
         self.num_servers, self.first_gpu = num_servers, first_gpu
         self.start_timeout_seconds = start_timeout_seconds
-        self.plan = LaunchPlan(self, server_args, environment, store_bytes, torch.device(device))
+        self.plan = LaunchPlan(self, server_args or {}, environment or {}, store_bytes, torch.device(device))
         self._folder: Path | None = None
 
     def _start(self, spec: CaptureSpec | None) -> list[Endpoint]:
