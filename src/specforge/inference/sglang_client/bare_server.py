@@ -20,19 +20,28 @@ from specforge.inference.sglang_client.calls import capture_body, check_features
 from specforge.inference.sglang_client.endpoint import Endpoint
 from specforge.inference.sglang_client.handshake import Expected
 from specforge.inference.sglang_http import ServerRefused
+from specforge.inference.sglang_plugin.marks import Transport
+from specforge.inference.sglang_plugin.plugin import version_numbers
 from specforge.inference.sglang_plugin.settings import ENVIRONMENT_VARIABLE, CaptureSettings
 from specforge.inference.sglang_process import command_line
 from specforge.runtime.contracts import AUX_HIDDEN_STATES, INPUT_IDS, CapturedFeatures, CaptureSpec, PromptTask
 
 # Rows of the same model in another precision have a cosine above this, rows of another model are near 0.
 LEAST_COSINE = 0.97
+_BUILTIN_SINCE = (0, 5, 23)
 _PROBE_TOKENS = 24
 _ANSWER_SECONDS = 120.0
 
 
-def suffices(spec: CaptureSpec) -> bool:
-    """Whether SGLang's own answers hold all of ``spec``."""
-    return bool(spec.aux_layer_ids) and not spec.final_hidden and not spec.target_argmax
+def why_plugin(spec: CaptureSpec, transport: Transport, version: str | None) -> str | None:
+    """Why SGLang's own answers do not suffice for ``spec``; None when they do. A ``version`` of None is not looked at."""
+    if spec.final_hidden or spec.target_argmax or not spec.aux_layer_ids:
+        return "SGLang itself gives no final hidden states"
+    if transport == "store":
+        return "SGLang itself answers inline only"
+    if version is not None and version_numbers(version) < _BUILTIN_SINCE:
+        return f"SGLang {version} gives no hidden states of layers itself"
+    return None
 
 
 def check(endpoint: Endpoint, expected: Expected, folder: Path, trust_remote_code: bool) -> None:
@@ -44,7 +53,7 @@ def check(endpoint: Endpoint, expected: Expected, folder: Path, trust_remote_cod
     spec = expected.spec
     if spec is None:
         return
-    if not suffices(spec):
+    if why_plugin(spec, "inline", None) is not None:
         variable = CaptureSettings(spec.aux_layer_ids, spec.final_hidden, spec.target_argmax).to_json()
         raise TargetError(f"{endpoint.name}: the plug-in specforge_capture did not answer, and SGLang itself gives no final hidden "
                           "states. Install "

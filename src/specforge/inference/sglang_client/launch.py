@@ -32,8 +32,6 @@ _OWN = {
     "base_gpu_id": "device or target_backend.first_gpu",
 }
 _IMPOSSIBLE = ("speculative_algorithm", "speculative_draft_model_path", "pp_size", "enable_return_aux_hidden_states", "is_embedding")
-# SGLang's own answers hold auxiliary states since this release.
-_BUILTIN_SINCE = (0, 5, 23)
 
 
 def check_server_arguments(arguments: Any, where: str) -> None:
@@ -94,5 +92,4 @@ class LaunchPlan:
     def by_itself(self, spec: CaptureSpec | None) -> bool:
         """Whether SGLang gives ``spec`` without the plug-in. Raises :class:`ConfigError` for an SGLang that is too old."""
         version = check_version(sglang_version())
-        numbers = tuple(int(n) for n in version.split("+")[0].split(".")[:3] if n.isdigit())
-        return spec is not None and self.engine.transport == "inline" and bare_server.suffices(spec) and numbers >= _BUILTIN_SINCE
+        return spec is not None and bare_server.why_plugin(spec, self.engine.transport, version) is None

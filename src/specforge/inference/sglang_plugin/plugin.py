@@ -51,10 +51,14 @@ def sglang_version() -> str:
         raise ConfigError("SGLang is not installed. Install it with: pip install 'specforge[sglang]'") from None
 
 
+def version_numbers(version: str) -> tuple[int, ...]:
+    """The first three numbers of a version, which order releases."""
+    return tuple(int(n) for n in re.findall(r"\d+", version)[:3])
+
+
 def check_version(version: str) -> str:
     """``version`` itself; raises :class:`ConfigError` when it is older than the plug-in interface."""
-    numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:3])
-    if numbers < OLDEST_VERSION:
+    if version_numbers(version) < OLDEST_VERSION:
         wanted = ".".join(map(str, OLDEST_VERSION))
         raise ConfigError(f"SGLang {version} is not supported: capturing features needs {wanted} or newer (its plug-in interface). "
                           "Install it "

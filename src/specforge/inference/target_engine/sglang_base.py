@@ -163,16 +163,16 @@ class SGLangTarget(TargetEngine):
         said = handshake.ask(server)
         if said is None:
             bare_server.check(server, expected, self.target_folder, self.trust_remote_code)
-            route = "SGLang's own answers (auxiliary layers only)" if self.spec else "no features, answers only"
+            how = "SGLang's own answers"
         else:
             handshake.check(said, expected, server.name)
             if self.transport == "store" and self.spec is not None:
                 self._stores[id(server)] = SharedDirStore(path=said["store_path"], max_bytes=_ANY_SIZE, checksums=True)
-            reason = "" if self.spec is None or not bare_server.suffices(self.spec) else ", which came with the server"
-            route = f"the plug-in {said['specforge']} over transport {self.transport}{reason}" if self.spec else "no features, answers only"
+            reason = bare_server.why_plugin(self.spec, self.transport, said["sglang"]) if self.spec is not None else None
+            how = f"the plug-in {said['specforge']}, transport {self.transport}" + (f" ({reason})" if reason else "")
         self._facts[id(server)] = said
-        version = f"SGLang {said['sglang']}" if said else "SGLang"
-        self._tell(f"{server.name}: {version}; features by {route}")
+        version = f"SGLang {said['sglang']}" if said else "SGLang without plug-in"
+        self._tell(f"{server.name}: {version}; " + (f"features by {how}" if self.spec is not None else "answers only"))
 
     def expected(self, spec: CaptureSpec | None) -> handshake.Expected:
         """What a server must be for ``spec``."""
