@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Prove and measure the draft of a run in real SGLang servers on this machine's GPU: export verify=server, then bench with and without.
 #   launchers/check_serving.sh RUN [SGLANG_FLAGS ...]        e.g. launchers/check_serving.sh outputs/my-run/... --mem-fraction-static 0.3
-# Both servers of the bench run at once: leave each of them less than half of the memory. SERVER_PYTHONPATH, if set, is the servers' PYTHONPATH.
+# Both servers of the bench run at once: leave each of them less than half of the memory. SERVER_PYTHONPATH, if set, is the servers' PYTHONPATH,
+# BENCH_FLAGS takes the place of the bench's "--concurrency 1 8 32".
 set -euo pipefail
 run=$1; shift
 python=${PYTHON:-python3}
@@ -40,4 +41,5 @@ for port in 30000 30001; do
         sleep 1
     done
 done
-"$python" -m specforge bench http://127.0.0.1:30000 --baseline http://127.0.0.1:30001 --concurrency 1 8 32 --output "$logs/bench.json"
+# shellcheck disable=SC2086
+"$python" -m specforge bench http://127.0.0.1:30000 --baseline http://127.0.0.1:30001 --output "$logs/bench.json" ${BENCH_FLAGS:---concurrency 1 8 32}

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from specforge.errors import ConfigError, TargetError
-from specforge.inference.sglang_plugin import plugin
+from specforge.inference.sglang_plugin import outbox, plugin
 from specforge.inference.sglang_plugin.environment import plugin_environment
 from specforge.inference.sglang_plugin.hook import CaptureHook
 from specforge.inference.sglang_plugin.marks import Mark, identity_rid, is_identity, is_marked, read_mark
@@ -88,6 +88,15 @@ def wait_for(outbox, name, attempt=0):
     raise AssertionError(f"{name} never came: {outbox.store.failure(name, attempt)}")
 
 
+def settled(outbox):
+    """Nothing is under way any more; the bound is given back a moment after the file is there."""
+    for _ in range(400):
+        if outbox.pending_bytes == 0:
+            return True
+        threading.Event().wait(0.01)
+    return False
+
+
 def test_marks_survive_the_request_id_with_any_sample_name():
     for name, mask in (("a:b/ü 7", [0, 1, 1, 0, 1]), ("s", []), ("specforge:1:s", [1] * 9), ("x", [0] * 4)):
         mark = Mark.of(name, mask, 3, "inline")
@@ -118,7 +127,7 @@ def test_marked_requests_of_a_mixed_batch_are_stored_and_the_others_left_alone(t
         logits = hidden[rows] @ LM_HEAD.T
         expected = [int(logits[i].argmax()) if i + 1 < len(mask) and mask[i + 1] else -1 for i in range(len(mask))]
         assert tensors["target_argmax"].tolist() == expected
-    assert len(list((tmp_path / "store").glob("*/*.safetensors"))) == 2 and hook.outbox.pending_bytes == 0
+    assert len(list((tmp_path / "store").glob("*/*.safetensors"))) == 2 and settled(hook.outbox)
 
 
 def test_batches_without_marks_decode_verify_and_graph_capture_are_not_touched(tmp_path):
@@ -159,7 +168,7 @@ def test_a_prompt_that_starts_again_is_taken_from_its_new_start(tmp_path):
     run_batch(hook, [(rid, 0, [4, 5])])
     _, hidden, _ = run_batch(hook, [(rid, 0, [4, 5, 6, 7])])
     assert torch.equal(wait_for(hook.outbox, "again")[1]["final_hidden_states"], hidden)
-    assert hook.outbox.pending_bytes == 0
+    assert settled(hook.outbox)
 
 
 def test_rows_from_the_prefix_cache_and_gaps_are_answered_by_name_and_store_nothing(tmp_path):
@@ -172,7 +181,7 @@ def test_rows_from_the_prefix_cache_and_gaps_are_answered_by_name_and_store_noth
     assert info["specforge"][0]["status"] == "rows"
     info, _, _ = run_batch(hook, [(long, 0, [1] * 7)])
     assert info["specforge"][0]["status"] == "rows" and "7 tokens of a prompt of 6" in info["specforge"][0]["message"]
-    assert hook.outbox.store.bytes_used == 0 and hook.outbox.pending_bytes == 0
+    assert hook.outbox.store.bytes_used == 0 and settled(hook.outbox)
 
 
 def test_missing_layers_and_spread_rows_are_answered_by_name(tmp_path):
@@ -238,7 +247,38 @@ def test_a_store_that_fails_says_so_to_the_one_who_waits(tmp_path, monkeypatch):
         if (reason := hook.outbox.store.failure("s", 4)) is not None:
             break
         threading.Event().wait(0.01)
-    assert "no space" in reason and hook.outbox.pending_bytes == 0
+    assert "no space" in reason and settled(hook.outbox)
+
+
+def test_a_full_store_makes_new_samples_wait_for_the_client_and_only_old_files_go(tmp_path, monkeypatch):
+    hook = make_hook(tmp_path, store_bytes=3500)
+    store, names = hook.outbox.store, [f"n{n}" for n in range(8)]
+    for name in names:
+        run_batch(hook, [(Mark.of(name, [1, 1], 0, "store").rid(), 0, [1, 2])])
+    threading.Event().wait(0.3)
+    there = [name for name in names if store.find_attempt(name, 0)]
+    assert 1 <= len(there) < 8 and hook.outbox.pending_bytes > 0, "of more than 1 kB each; not all of them fit"
+    taken = set()
+    for _ in range(2000):  # as clients do: whichever is there
+        for name in set(names) - taken:
+            if (ref := store.find_attempt(name, 0)) is not None:
+                store.discard(ref)
+                taken.add(name)
+        if len(taken) == 8:
+            break
+        threading.Event().wait(0.01)
+    assert len(taken) == 8
+    monkeypatch.setattr(outbox, "_ABANDONED_SECONDS", 0.0)
+    for name in names:  # their client is gone: each file makes room for a later one
+        run_batch(hook, [(Mark.of(f"later {name}", [1, 1], 0, "store").rid(), 0, [1, 2])])
+    wait_for(hook.outbox, "later n7")
+    assert sum(store.find_attempt(f"later {name}", 0) is not None for name in names) < 8 and settled(hook.outbox)
+    run_batch(hook, [(Mark.of("huge", [1] * 100, 0, "store").rid(), 0, [1] * 100)])
+    for _ in range(400):
+        if (reason := store.failure("huge", 0)) is not None:
+            break
+        threading.Event().wait(0.01)
+    assert "max_bytes=3500" in reason
 
 
 def test_ranks_that_do_not_write_take_part_in_the_head_and_answer_nothing():

@@ -130,6 +130,10 @@ def test_command_line_and_refusals(launcher, tmp_path: Path, monkeypatch: pytest
     assert command_line(arguments) == ["--tp-size", "2", "--disable-radix-cache", "--ids", "1", "14", "--hooks", '{"a": 1}']
     with pytest.raises(ConfigError, match="port"):
         SGLangProcess(model_path="t", port=1, arguments={"port": 2}, environment={}, log_path=tmp_path / "l", start_timeout_seconds=1)
+    server = launcher()
+    server.arguments["speculative_draft_model_path"] = tmp_path / "nowhere"
+    with pytest.raises(ConfigError, match="draft of the SGLang server: .*nowhere is no folder"):
+        server.start()
     monkeypatch.setattr("importlib.machinery.PathFinder.find_spec", lambda *args: None)
     with pytest.raises(MissingExtraError, match="sglang"):
         launcher().start()

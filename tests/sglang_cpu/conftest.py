@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 
 import specforge
+from specforge.inference import sglang_process
 from specforge.inference.sglang_process import SGLangProcess
 
 HERE = Path(__file__).resolve().parent
 STAND_IN = HERE / "stand_in"
-NUM_PROMPTS = 32
+NUM_PROMPTS = 36  # a few more than 32, since an answer may be empty
 NEW_TOKENS = 32
 
 # Both attention flags, because the one flag for both is quietly changed back on a CPU without AMX.
@@ -60,6 +61,14 @@ def cpu_environment() -> dict[str, str]:
     path = [str(STAND_IN), str(source), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     # One thread: the models here are so small that threads only wait for each other.
     return {"PYTHONPATH": os.pathsep.join(path), "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_end() -> Iterator[None]:
+    """A server of a test has nothing to finish when it is stopped."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sglang_process, "_GRACE_SECONDS", 0.5)
+        yield
 
 
 class OneServer:
@@ -104,7 +113,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory, cpu_arguments: dict[str, Any
 
 @dataclass(frozen=True)
 class Proof:
-    """A target, a draft that knows its 32 conversations by heart, and the folder of both."""
+    """A target, a draft that knows its conversations by heart, and the folder of both."""
 
     folder: Path
     target: Path
@@ -118,7 +127,7 @@ class Proof:
 
 @pytest.fixture(scope="session")
 def proof(tmp_path_factory: pytest.TempPathFactory, make_tiny_target: Callable[..., Path], run_cli: Callable[..., Any]) -> Proof:
-    """32 prompts answered by the target itself, and a draft trained on nothing else until it knows them."""
+    """Prompts answered by the target itself, and a draft trained on nothing else until it knows them."""
     folder = tmp_path_factory.mktemp("proof")
     target = make_tiny_target(folder / "target", hidden_size=64, intermediate_size=128, initializer_range=0.2)
     words = ["sun", "moon", "river", "stone", "bridge", "garden", "window", "paper", "winter", "market", "letter", "island"]

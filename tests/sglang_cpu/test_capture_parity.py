@@ -1,6 +1,6 @@
 """Features of real SGLang equal those of transformers: every engine, both transports, ragged batches, caches and chunks, and what they refuse.
 
-Tolerance, float32 on a CPU: a difference of at most 2e-5 of a tensor's largest value. Measured: below 2e-6 on both targets; the kernels
+Tolerance, float32 on a CPU: a difference of at most 2e-5 of a tensor's largest value. Measured: up to 2e-6 on both targets; the kernels
 add up in another order. Argmax and token ids are equal.
 """
 
@@ -125,8 +125,8 @@ def client(external, knobs, runtime):
 def test_a_server_gives_the_features_of_transformers_in_chunks_and_batches(client, hf, transport, capfd):
     tasks = make_tasks()
     worst = assert_same(client(transport).capture(tasks, SPEC), hf.capture(tasks, SPEC))
-    print(f"largest relative difference over {transport}: {worst:.1e}")
     assert f"transport {transport} (SGLang itself gives no final hidden states)" in capfd.readouterr().err
+    print(f"largest relative difference over {transport}: {worst:.1e}")
 
 
 def test_repeated_prompts_and_common_prefixes_lose_no_row_to_the_prefix_cache(client, hf):
@@ -224,6 +224,7 @@ def state(pid):
 
 
 def test_an_engine_of_ours_gives_the_features_and_ends_without_a_trace(engine_knobs, runtime, hf, capfd):
+    others = descendants(os.getpid())  # the external server of the tests before
     engine = SGLangTargetEngine(**engine_knobs, transport="store", **runtime)
     tasks = make_tasks()
     found = engine.capture(tasks, SPEC)
@@ -232,11 +233,25 @@ def test_an_engine_of_ours_gives_the_features_and_ends_without_a_trace(engine_kn
     prompts = [list(t.input_ids) for t in tasks]
     prompts = [p for p in prompts if len(p) < 200]
     assert engine.generate(prompts, **options) == hf.generate(prompts, **options)
-    children = descendants(os.getpid())
+    children = descendants(os.getpid()) - others
     assert len(children) >= 3 and "SGLang 0." in capfd.readouterr().err
     engine.close()
     assert gone(children) and not list(Path("/dev/shm").glob(f"specforge-*.{os.getpid()}.*"))
     assert_same(found, hf.capture(tasks, SPEC))  # what was captured outlives the engine
+
+
+def test_two_tensor_parallel_ranks_write_each_sample_once_and_share_the_head(engine_knobs, runtime, hf):
+    """Two ranks over gloo: SGLang binds one CPU to each, and does without NCCL when it finds no library."""
+    first, second = (sorted(os.sched_getaffinity(0)) * 2)[:2]
+    environment = {**engine_knobs["environment"], "SGLANG_CPU_OMP_THREADS_BIND": f"{first}|{second}", "SGLANG_NCCL_SO_PATH": "/absent"}
+    server_args = {**engine_knobs["server_args"], "tp_size": 2, "chunked_prefill_size": CHUNK}
+    engine = SGLangTargetEngine(**{**engine_knobs, "environment": environment, "server_args": server_args}, transport="store", **runtime)
+    tasks = make_tasks()
+    try:
+        assert_same(engine.capture(tasks, SPEC), hf.capture(tasks, SPEC))
+        assert not list((engine._folder / "store").glob("*/*")), "what the second rank would have written, nobody takes away"
+    finally:
+        engine.close()
 
 
 def test_sglang_gives_auxiliary_states_by_itself_when_nothing_else_is_wanted(engine_knobs, runtime, hf, capfd):

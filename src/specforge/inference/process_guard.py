@@ -55,13 +55,18 @@ def _is_zombie(pid: str) -> bool:
 
 def main(arguments: list[str]) -> int:
     parent, grace_seconds, command = int(arguments[0]), float(arguments[1]), arguments[2:]
-    # A handler, not SIG_IGN: the latter would be inherited by the command.
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    asked: list[int] = []
+    # Handlers, not SIG_IGN: the latter would be inherited by the command.
+    signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
     signal.signal(signal.SIGINT, lambda *_: None)
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)
-    while process.poll() is None and os.getppid() == parent:
+    while process.poll() is None and os.getppid() == parent and not asked:
         time.sleep(_POLL_SECONDS)
-    # Either nobody is left to stop it, or its main process is gone and its workers must not stay.
+    # The command first and alone, since a server takes the end of a worker for a crash; then what it left behind.
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(grace_seconds)
     _end_group(grace_seconds)
     process.wait()
     return process.returncode if process.returncode >= 0 else 128 - process.returncode

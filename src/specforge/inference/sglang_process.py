@@ -23,7 +23,7 @@ from specforge.inference.process_guard import group_members
 from specforge.inference.sglang_http import ServerUnreachable, get_json
 
 _GUARD = Path(__file__).with_name("process_guard.py")
-_GRACE_SECONDS = 10.0  # from SIGTERM to SIGKILL; a server drains its requests in that time
+_GRACE_SECONDS = 15.0  # from SIGTERM to SIGKILL; SGLang looks every 5 s whether it was asked to end, then drains its requests
 _KILL_SECONDS = 5.0  # for the kernel to take down what was killed (memory of a GPU included)
 _LOG_TAIL_LINES = 30
 # What this class says itself, so that an argument of the same name would be said twice.
@@ -71,6 +71,10 @@ class SGLangProcess:
         search = [*filter(None, self.environment.get("PYTHONPATH", "").split(os.pathsep)), *sys.path]
         if importlib.machinery.PathFinder.find_spec("sglang", search) is None:
             raise MissingExtraError("sglang", "sglang", "starting an SGLang server")
+        for name, path in (("model", self.model_path), ("draft", self.arguments.get("speculative_draft_model_path"))):
+            # SGLang would take it for a hub id and complain about that.
+            if path is not None and str(path).startswith(("/", ".", "~")) and not Path(path).is_dir():
+                raise ConfigError(f"{name} of the SGLang server: {path} is no folder on this machine.")
         if self.port is None:
             self.port = free_port(str(self.arguments["host"]))
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -119,16 +123,16 @@ class SGLangProcess:
         return f"Its log is {self.log_path}; the last lines:\n" + "\n".join(f"    {line[:300]}" for line in text[-lines:])
 
     def stop(self) -> None:
-        """End the whole process group: SIGTERM, ten seconds, SIGKILL. Harmless when it is not running."""
+        """End the server (SIGTERM, fifteen seconds), then the rest of its process group. Harmless when it is not running."""
         process, self._process = self._process, None
         if process is None:
             return
-        _signal_group(process.pid, signal.SIGTERM)
-        deadline = time.monotonic() + _GRACE_SECONDS
-        while time.monotonic() < deadline and process.poll() is None:
-            time.sleep(0.05)
-        # The guard ends last of the group; what is left, or a group whose guard was killed, is ended here.
-        _signal_group(process.pid, signal.SIGKILL)
+        process.terminate()  # the guard, which ends the command and then its group
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(2 * _GRACE_SECONDS + 1.0)
+        # What is left, or a group whose guard was killed.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         deadline = time.monotonic() + _KILL_SECONDS
         while time.monotonic() < deadline and group_members(process.pid):
@@ -166,8 +170,3 @@ def free_port(host: str = "127.0.0.1") -> int:
     with socket.socket() as probe:
         probe.bind(("" if host == "0.0.0.0" else host, 0))
         return int(probe.getsockname()[1])
-
-
-def _signal_group(group: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, number)

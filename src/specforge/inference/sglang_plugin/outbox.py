@@ -10,7 +10,7 @@ import base64
 import logging
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -21,15 +21,17 @@ from torch import Tensor
 
 from specforge.inference.sglang_plugin.marks import Mark
 from specforge.inference.sglang_plugin.settings import CaptureSettings
-from specforge.runtime.contracts import INPUT_IDS, LOSS_MASK, CaptureSpec, TargetIdentity
-from specforge.runtime.data_plane.feature_store import dtype_name, specs_of
+from specforge.runtime.contracts import INPUT_IDS, LOSS_MASK, CaptureSpec, SampleRef, TargetIdentity
+from specforge.runtime.data_plane.feature_store import StoreFullError, dtype_name, specs_of
 from specforge.runtime.data_plane.shared_dir import SharedDirStore
 
 logger = logging.getLogger(__name__)
 
 _WORKERS = 2
-# A prompt whose chunks stopped coming was aborted; its buffers are given up then.
+# A prompt whose chunks stopped coming was aborted, and a file that nobody takes has lost its client.
 _ABANDONED_SECONDS = 600.0
+# How long a sample waits for room in the store before it is given up.
+_ROOM_SECONDS, _ROOM_POLL_SECONDS = 120.0, 0.05
 # Refused requests whose later chunks may still come.
 _REMEMBERED = 1024
 # The scheduler waits for an inline sample at most this long; the copies take milliseconds.
@@ -85,6 +87,7 @@ class Outbox:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._open: OrderedDict[str, _Sample] = OrderedDict()
         self._refused: OrderedDict[str, CaptureFailed] = OrderedDict()
+        self._stored: deque[tuple[float, SampleRef]] = deque(maxlen=100_000)  # pinned until their client takes them
         self._pending_bytes = 0
         self._bound = threading.Lock()
         self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="specforge-capture")
@@ -189,13 +192,32 @@ class Outbox:
 
     def _put(self, mark: Mark, tensors: dict[str, Tensor]) -> None:
         assert self.store is not None
+        deadline = time.monotonic() + _ROOM_SECONDS
         try:
-            ref = self.store.put(mark.name, tensors, self.identity, self.capture, mark.attempt)
-            # The client takes the file away; what a dead client left is evicted when its room is needed.
-            self.store.release(ref)
+            while True:
+                try:
+                    ref = self.store.put(mark.name, tensors, self.identity, self.capture, mark.attempt)
+                    break
+                except StoreFullError:  # room comes when clients take files away
+                    self._release_unread()
+                    if time.monotonic() > deadline or sum(t.numel() * t.element_size() for t in tensors.values()) > self.store.max_bytes:
+                        raise
+                    time.sleep(_ROOM_POLL_SECONDS)
+            with self._bound:
+                self._stored.append((time.monotonic(), ref))
         except Exception as error:
             logger.exception("specforge_capture: sample %s could not be stored", mark.name)
             self.store.fail(mark.name, mark.attempt, f"{type(error).__name__}: {error}")
+
+    def _release_unread(self) -> None:
+        """Files that nobody came for in a long time are a dead client's; from now on they may be evicted."""
+        assert self.store is not None
+        while True:
+            with self._bound:
+                if not self._stored or time.monotonic() - self._stored[0][0] < _ABANDONED_SECONDS:
+                    return
+                _, ref = self._stored.popleft()
+            self.store.release(ref)
 
     def _inline_answer(self, mark: Mark, tensors: dict[str, Tensor]) -> dict[str, Any]:
         order = sorted(tensors)

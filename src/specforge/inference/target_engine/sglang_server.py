@@ -69,12 +69,12 @@ class SGLangServerTargetEngine(SGLangTarget):
         self._folder = make_private_folder()
         environment = self.plan.environment(spec, self._folder)
         endpoints: list[Endpoint] = []
+        processes: list[SGLangProcess] = []
         try:
-            # All start at once, then each is waited for.
-            processes = [self._process(spec, environment, number).start() for number in range(self.num_servers)]
-            endpoints += [HttpEndpoint(process.url, token=self.token, process=process) for process in processes]
-            for process in processes:
-                self._tell(f"starting an SGLang server for {self.target_folder.name} at {process.url} (log: {process.log_path})")
+            for number in range(self.num_servers):  # all start at once, then each is waited for
+                processes.append(self._process(spec, environment, number).start())
+                endpoints.append(HttpEndpoint(processes[-1].url, token=self.token, process=processes[-1]))
+                self._tell(f"starting an SGLang server for {self.target_folder.name} at {endpoints[-1].name} (log: {processes[-1].log_path})")
             for process in processes:
                 process.wait_ready()
         except BaseException:
