@@ -14,11 +14,13 @@ import pytest
 import torch
 
 from specforge.errors import ConfigError, TargetError
+from specforge.inference.engine_factory import configured_identity
 from specforge.inference.sglang_plugin import outbox, plugin
 from specforge.inference.sglang_plugin.environment import plugin_environment
 from specforge.inference.sglang_plugin.hook import CaptureHook
 from specforge.inference.sglang_plugin.marks import Mark, identity_rid, is_identity, is_marked, read_mark
 from specforge.inference.sglang_plugin.outbox import Outbox, PendingAnswer
+from specforge.inference.sglang_plugin.server_identity import told_quantization
 from specforge.inference.sglang_plugin.settings import CaptureSettings, read_settings
 from specforge.inference.sglang_plugin.target_model import enable_capture, refusal
 from specforge.runtime.contracts import CaptureSpec, TargetIdentity
@@ -423,3 +425,16 @@ def test_ids_that_one_setter_cannot_express_go_through_the_other_and_unknown_rul
     with pytest.raises(TargetError, match="last of 12"):
         enable_capture(LlamaForCausalLM(), (11,), 12)
     assert enable_capture(_Setter(), (), 12) == "no auxiliary layers"
+
+
+def test_a_quantization_that_only_a_flag_says_is_part_of_the_identity_on_both_sides(tiny_target_folder):
+    def runner(argument, own):
+        config = SimpleNamespace(hf_config=SimpleNamespace(quantization_config=own))
+        return SimpleNamespace(server_args=SimpleNamespace(quantization=argument), model_config=config)
+
+    assert told_quantization(runner("fp8", None)) == "fp8" and told_quantization(runner(None, None)) is None
+    assert told_quantization(runner("awq", {"quant_method": "awq"})) is None, "the digest of config.json has it"
+    target, data = {"resolved_path": str(tiny_target_folder)}, {}
+    plain, quantized = (configured_identity({"target": target, "data": data, "target_backend": {"server_args": given}})
+                        for given in (None, {"quantization": "fp8"}))
+    assert quantized.differences(plain) == ["quantization: fp8 versus None"] and plain.quantization is None

@@ -356,6 +356,7 @@ def test_prompts_beyond_the_context_are_refused_before_and_by_the_server(make_se
         ({"dtype": "bfloat16"}, r"dtype bfloat16 versus float32.*target_backend.dtype"),
         ({"final_hidden": False}, "final hidden state not captured"),
         ({"num_layers": 5}, "num_layers 5 versus 4"),
+        ({"quantization": "fp8"}, "quantization fp8 versus None.*--quantization of the server"),
         ({"target": {"config_digest": "other", "tokenizer_digest": "tokenizer-a", "revision": None}}, "model files of .*digest other "
                                                                                                       "versus config-a"),
         ({"target": {"config_digest": "config-a", "tokenizer_digest": "other", "revision": "r7"}}, "tokenizer files"),

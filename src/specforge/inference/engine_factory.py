@@ -12,6 +12,7 @@ import torch
 
 from specforge.errors import ConfigError
 from specforge.inference.target_engine.base import TargetEngine, resolve_dtype
+from specforge.modeling.target_facts import TargetFacts
 from specforge.runtime.contracts import TargetIdentity
 
 
@@ -41,11 +42,19 @@ def configured_identity(config: dict[str, Any]) -> TargetIdentity:
 
     data = config["data"]
     template, arguments = read_template(data.get("chat_template")), data.get("template_arguments")
-    identity = target_identity(config["target"]["resolved_path"], config["target"].get("revision"), template)
+    folder = config["target"]["resolved_path"]
+    identity = target_identity(folder, config["target"].get("revision"), template)
+    told = (config.get("target_backend") or {}).get("server_args") or {}
+    identity = dataclasses.replace(identity, quantization=told_quantization(TargetFacts.from_folder(folder).raw, told.get("quantization")))
     if not arguments:
         return identity
     digest = hashlib.blake2b((identity.template_digest + json.dumps(arguments, sort_keys=True)).encode(), digest_size=16).hexdigest()
     return dataclasses.replace(identity, template_digest=digest)
+
+
+def told_quantization(model_config: dict[str, Any], argument: str | None) -> str | None:
+    """The quantization that an engine's argument adds; None for a model whose own config.json states one, since that is in its digest."""
+    return None if model_config.get("quantization_config") or argument is None else str(argument)
 
 
 def build_engine(config: dict[str, Any], device: torch.device) -> TargetEngine:

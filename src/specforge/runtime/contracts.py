@@ -32,12 +32,13 @@ class TargetIdentity:
     config_digest: str
     tokenizer_digest: str
     template_digest: str
+    quantization: str | None = None  # what the engine was told to make of the weights; one that the model itself states is in its config
 
     def differences(self, other: TargetIdentity) -> list[str]:
         """Names and both values of every compared field that differs."""
         return [
             f"{name}: {getattr(self, name)} versus {getattr(other, name)}"
-            for name in ("revision", "config_digest", "tokenizer_digest", "template_digest")
+            for name in ("revision", "config_digest", "tokenizer_digest", "template_digest", "quantization")
             if getattr(self, name) != getattr(other, name)
         ]
 

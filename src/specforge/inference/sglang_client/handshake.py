@@ -63,6 +63,9 @@ def _target_problems(said: dict[str, Any], expected: Expected) -> list[str]:
                                 f"{expected.target.path} (target.path)")
         if None not in (target["revision"], expected.target.revision) and target["revision"] != expected.target.revision:
             problems.append(f"revision {target['revision']} versus target.revision={expected.target.revision}")
+    if said.get("quantization") != expected.target.quantization:
+        problems.append(f"quantization {said.get('quantization')} versus {expected.target.quantization} "
+                        "(target_backend.server_args.quantization; --quantization of the server)")
     for key in ("num_layers", "hidden_size"):
         if said[key] != getattr(expected, key):
             problems.append(f"{key} {said[key]} versus {getattr(expected, key)}")

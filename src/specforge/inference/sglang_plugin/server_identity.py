@@ -44,7 +44,7 @@ def describe(runner: Any, settings: CaptureSettings, capture: CaptureSpec, targe
         "final_hidden": capture.final_hidden,
         "target_argmax": capture.target_argmax,
         "dtype": capture.dtype,
-        "quantization": getattr(config, "quantization", None),
+        "quantization": told_quantization(runner),
         "num_layers": int(config.num_hidden_layers),
         "hidden_size": int(config.hidden_size),
         "context_length": int(config.context_len),
@@ -53,6 +53,13 @@ def describe(runner: Any, settings: CaptureSettings, capture: CaptureSpec, targe
         "store_path": settings.store_path,
         "inline_bytes": settings.inline_bytes,
     }
+
+
+def told_quantization(runner: Any) -> str | None:
+    """The server's --quantization, None for a model whose own configuration states one: that is in its digest."""
+    own = getattr(getattr(runner.model_config, "hf_config", None), "quantization_config", None)
+    argument = getattr(runner.server_args, "quantization", None)
+    return None if own or argument is None else str(argument)
 
 
 def probe_store(folder: Path) -> dict[str, str]:
