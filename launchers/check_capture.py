@@ -76,6 +76,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, nargs="+", help="output-side ids; default 1, N//2 - 1, N - 4")
     parser.add_argument("--server-args", type=json.loads, default={}, help="SGLang's arguments as JSON")
     parser.add_argument("--environment", type=json.loads, default={}, help="variables of the SGLang processes as JSON, such as PYTHONPATH")
+    parser.add_argument("--ways", nargs="+", default=[""], help="only the ways whose name contains one of these, such as 'sglang, store'")
     parser.add_argument("--output", type=Path)
     asked = parser.parse_args()
     facts = TargetFacts.from_folder(asked.target)
@@ -104,6 +105,8 @@ def main() -> int:
     print(f"{len(tasks)} prompts, {tokens} tokens, {asked.dtype}, layers {layers}; hf in batches: {tokens / seconds:,.0f} tokens/s", flush=True)
     failed = False
     for name, make in ways.items():
+        if not any(part in name for part in asked.ways):
+            continue
         engine = make()
         try:
             found, seconds = timed_capture(engine, tasks, spec)

@@ -2,7 +2,7 @@
 # Prove and measure the draft of a run in real SGLang servers on this machine's GPU: export verify=server, then bench with and without.
 #   launchers/check_serving.sh RUN [SGLANG_FLAGS ...]        e.g. launchers/check_serving.sh outputs/my-run/... --mem-fraction-static 0.3
 # Both servers of the bench run at once: leave each of them less than half of the memory. SERVER_PYTHONPATH, if set, is the servers' PYTHONPATH,
-# BENCH_FLAGS takes the place of the bench's "--concurrency 1 8 32".
+# BENCH_FLAGS takes the place of the bench's "--concurrency 1 8 32", EXPORT_FLAGS are more overrides of the export, such as verify_prompts=80.
 set -euo pipefail
 run=$1; shift
 python=${PYTHON:-python3}
@@ -24,7 +24,9 @@ PY
 )
 environment='{}'
 [[ -z ${SERVER_PYTHONPATH:-} ]] || environment="{PYTHONPATH: \"$SERVER_PYTHONPATH\"}"
-"$python" -m specforge export "run=$run" verify=server "server.arguments=$mapping" "server.environment=$environment" | tee "$logs/export.txt"
+# shellcheck disable=SC2086
+"$python" -m specforge export "run=$run" verify=server "server.arguments=$mapping" "server.environment=$environment" \
+    ${EXPORT_FLAGS:-} | tee "$logs/export.txt"
 
 serve() { env ${SERVER_PYTHONPATH:+PYTHONPATH="$SERVER_PYTHONPATH"} setsid "$@" & pids+=($!); }
 pids=()
