@@ -179,6 +179,6 @@ def test_the_engine_ends_when_its_owner_is_killed(make_host, tmp_path):
 
 
 def test_without_sglang_the_extra_is_named(make_host, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.machinery.PathFinder.find_spec", lambda *args: None)
     with pytest.raises(MissingExtraError, match=r"specforge\[sglang\]"):
         make_host().start()

@@ -356,17 +356,25 @@ def test_a_server_of_ours_finds_the_plug_in_without_an_installation(tmp_path, mo
     assert "specforge.inference.sglang_plugin.plugin" in done.stdout, done.stderr
 
 
-def make_runner(speculative=False, draft=False, generation=True, **arguments):
+def make_runner(speculative=False, draft=False, generation=True, device="cpu", **arguments):
     algorithm = SimpleNamespace(is_none=lambda: not speculative)
-    return SimpleNamespace(server_args=SimpleNamespace(**arguments), is_draft_worker=draft, spec_algorithm=algorithm, is_generation=generation)
+    return SimpleNamespace(server_args=SimpleNamespace(**arguments), is_draft_worker=draft, spec_algorithm=algorithm, is_generation=generation,
+                           device=device)
+
+
+def graph(prefill):
+    return SimpleNamespace(prefill=SimpleNamespace(backend=prefill), decode=SimpleNamespace(backend="full"))
 
 
 def test_servers_whose_features_would_be_wrong_are_refused_with_the_flag_to_change():
     assert refusal(make_runner()) is None
     assert refusal(make_runner(tp_size=4, pp_size=1, chunked_prefill_size=128, disable_radix_cache=False)) is None
+    assert refusal(make_runner(device="cuda", cuda_graph_config=graph("disabled"))) is None
+    assert refusal(make_runner(device="cpu", cuda_graph_config=graph("breakable"))) is None
     for runner, flag in ((make_runner(speculative=True), "--speculative-algorithm"), (make_runner(draft=True), "--speculative-algorithm"),
                          (make_runner(pp_size=2), "--pp-size"), (make_runner(attn_cp_size=2), "--attn-cp-size"),
                          (make_runner(enable_return_aux_hidden_states=True), "--enable-return-aux-hidden-states"),
+                         (make_runner(device="cuda:1", cuda_graph_config=graph("breakable")), "--disable-prefill-cuda-graph"),
                          (make_runner(generation=False), "--is-embedding")):
         assert flag in refusal(runner)
 

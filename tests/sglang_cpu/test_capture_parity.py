@@ -22,9 +22,10 @@ import torch
 from specforge.errors import DataError, RunError, TargetError
 from specforge.inference.sglang_client.calls import capture_body, plugin_answer
 from specforge.inference.sglang_client.endpoint import HttpEndpoint
+from specforge.inference.sglang_installation import sglang_version
 from specforge.inference.sglang_plugin.environment import plugin_environment
 from specforge.inference.sglang_plugin.marks import Mark
-from specforge.inference.sglang_plugin.plugin import sglang_version, version_numbers
+from specforge.inference.sglang_plugin.plugin import version_numbers
 from specforge.inference.sglang_plugin.settings import CaptureSettings
 from specforge.inference.target_engine.hf import HFTargetEngine
 from specforge.inference.target_engine.sglang import SGLangTargetEngine

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.machinery
 import json
 import os
 import signal
@@ -18,9 +17,10 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from specforge.errors import ConfigError, MissingExtraError, RunError
+from specforge.errors import ConfigError, RunError
 from specforge.inference.process_guard import group_members
 from specforge.inference.sglang_http import ServerUnreachable, get_json
+from specforge.inference.sglang_installation import require_sglang
 
 _GUARD = Path(__file__).with_name("process_guard.py")
 _GRACE_SECONDS = 15.0  # from SIGTERM to SIGKILL; SGLang looks every 5 s whether it was asked to end, then drains its requests
@@ -68,9 +68,7 @@ class SGLangProcess:
         """Start the server and return at once; :meth:`wait_ready` waits for it."""
         if self._process is not None:
             raise RuntimeError("start() called twice")
-        search = [*filter(None, self.environment.get("PYTHONPATH", "").split(os.pathsep)), *sys.path]
-        if importlib.machinery.PathFinder.find_spec("sglang", search) is None:
-            raise MissingExtraError("sglang", "sglang", "starting an SGLang server")
+        require_sglang(self.environment, "starting an SGLang server")
         for name, path in (("model", self.model_path), ("draft", self.arguments.get("speculative_draft_model_path"))):
             # SGLang would take it for a hub id and complain about that.
             if path is not None and str(path).startswith(("/", ".", "~")) and not Path(path).is_dir():

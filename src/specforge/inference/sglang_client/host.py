@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
 import os
 import secrets
@@ -19,11 +18,12 @@ from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
 
-from specforge.errors import MissingExtraError, RunError
+from specforge.errors import RunError
 from specforge.inference import process_guard
 from specforge.inference.sglang_client.endpoint import Endpoint
 from specforge.inference.sglang_client.host_main import KEY_VARIABLE
 from specforge.inference.sglang_http import ServerRefused, ServerUnreachable
+from specforge.inference.sglang_installation import require_sglang
 from specforge.inference.sglang_process import free_port
 
 _GRACE_SECONDS = 15.0
@@ -55,8 +55,7 @@ class HostEndpoint(Endpoint):
 
     def start(self) -> HostEndpoint:
         """Blocks until the engine is ready. Raises :class:`RunError` with the end of its log, :class:`MissingExtraError`."""
-        if importlib.util.find_spec("sglang") is None:
-            raise MissingExtraError("sglang", "sglang", "target_backend=sglang")
+        require_sglang(self.environment, "target_backend=sglang")
         key = secrets.token_bytes(32)
         environment = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED and not k.startswith("TORCHELASTIC_")}
         command = [sys.executable, "-I", str(process_guard.__file__), str(os.getpid()), str(_GRACE_SECONDS),

@@ -12,8 +12,9 @@ import torch
 
 from specforge.errors import ConfigError
 from specforge.inference.sglang_client import bare_server
+from specforge.inference.sglang_installation import sglang_version
 from specforge.inference.sglang_plugin.environment import plugin_environment
-from specforge.inference.sglang_plugin.plugin import check_version, sglang_version
+from specforge.inference.sglang_plugin.plugin import check_version
 from specforge.inference.sglang_plugin.settings import CaptureSettings
 from specforge.runtime.contracts import CaptureSpec
 from specforge.runtime.data_plane.local import parse_bytes
@@ -69,6 +70,8 @@ class LaunchPlan:
             found["device"] = "cpu"
         elif gpu:
             found["base_gpu_id"] = gpu
+        if self.device.type == "cuda" and spec is not None:
+            found["disable_prefill_cuda_graph"] = True  # its replay runs no hook and drops what a hook would answer
         if self.by_itself(spec):
             assert spec is not None
             found |= bare_server.builtin_arguments(spec, engine.expected(spec))
@@ -91,5 +94,5 @@ class LaunchPlan:
 
     def by_itself(self, spec: CaptureSpec | None) -> bool:
         """Whether SGLang gives ``spec`` without the plug-in. Raises :class:`ConfigError` for an SGLang that is too old."""
-        version = check_version(sglang_version())
+        version = check_version(sglang_version(self.user_environment))
         return spec is not None and bare_server.why_plugin(spec, self.engine.transport, version) is None

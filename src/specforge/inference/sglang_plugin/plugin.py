@@ -13,6 +13,7 @@ import signal
 from typing import Any
 
 from specforge.errors import ConfigError, TargetError
+from specforge.inference.sglang_installation import sglang_version
 from specforge.inference.sglang_plugin.settings import ENTRY_POINT_NAME, CaptureSettings, read_settings
 
 logger = logging.getLogger("specforge_capture")
@@ -39,16 +40,6 @@ def register() -> None:
     capture = _Capture(settings, version)
     HookRegistry.register(_LOAD_MODEL, capture.after_load_model, HookType.AFTER)
     HookRegistry.register(_LOGITS_PROCESSOR, capture.after_logits, HookType.AFTER)
-
-
-def sglang_version() -> str:
-    """The installed SGLang's version; raises :class:`ConfigError` when there is none."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("sglang")
-    except PackageNotFoundError:
-        raise ConfigError("SGLang is not installed. Install it with: pip install 'specforge[sglang]'") from None
 
 
 def version_numbers(version: str) -> tuple[int, ...]:

@@ -24,9 +24,19 @@ def refusal(runner: Any) -> str | None:
         return f"--pp-size {arguments.pp_size}: a pipeline stage sees its own layers only. Use --tp-size instead"
     if int(getattr(arguments, "attn_cp_size", 1) or 1) > 1:
         return f"--attn-cp-size {arguments.attn_cp_size}: context parallelism spreads a prompt's rows over ranks. Use --tp-size instead"
+    if _prefill_graph(runner) != "disabled":
+        return "a CUDA graph of prefill batches runs no hook. Start the server with --disable-prefill-cuda-graph (decode graphs may stay)"
     if not runner.is_generation:
         return "this server gives embeddings, not tokens. Start it without --is-embedding"
     return None
+
+
+def _prefill_graph(runner: Any) -> str:
+    """Backend of the prefill CUDA graph; ``disabled`` where there is none."""
+    if str(getattr(runner, "device", "cpu")).split(":")[0] != "cuda":
+        return "disabled"
+    config = getattr(runner.server_args, "cuda_graph_config", None)
+    return "disabled" if config is None else str(config.prefill.backend)
 
 
 def enable_capture(model: Any, layer_ids: tuple[int, ...], num_layers: int) -> str:

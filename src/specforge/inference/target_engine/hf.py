@@ -16,6 +16,7 @@ from specforge.inference.capture import token_batches
 from specforge.inference.layer_ids import check_layer_ids
 from specforge.inference.target_engine.base import TargetEngine, resolve_dtype
 from specforge.inference.target_engine.hf_generate import cache_argument, generate_batched
+from specforge.inference.target_engine.hf_tree import keep_in_cache, tree_arguments
 from specforge.runtime.contracts import (
     AUX_HIDDEN_STATES,
     FINAL_HIDDEN_STATES,
@@ -144,19 +145,23 @@ class HFTargetEngine(TargetEngine):
                 del self.decoder.forward
 
     @torch.no_grad()
-    def forward_cached(self, input_ids: Tensor, cache: Any | None, aux_layer_ids: Sequence[int]) -> tuple[Tensor, Tensor, Any]:
+    def forward_cached(
+        self, input_ids: Tensor, cache: Any | None, aux_layer_ids: Sequence[int], parents: Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor, Any]:
         """One request, T new tokens: (ids [1,T], cache or None) → (logits [T,V] float32, aux [T, K·H], cache).
 
-        The cache keeps every position of every layer, so that :meth:`crop_cache` takes rejected tokens back.
+        With ``parents`` they are a tree: token i follows token ``parents[i]``, or the last cached one for −1. The cache keeps every
+        position of every layer, so that :meth:`crop_cache` and :meth:`keep_in_cache` take rejected tokens back.
         """
         if cache is None:
             from transformers import DynamicCache
 
             cache = DynamicCache()
+        tree = {} if parents is None else tree_arguments(self.model, parents, cache.get_seq_length(), self.dtype, self.device)
         with self._one_forward:
             self._keep(aux_layer_ids, self.dtype)
             try:
-                cached = {cache_argument(self.model): cache}
+                cached = {cache_argument(self.model): cache, **tree}
                 output = self.model(input_ids=input_ids.to(self.device), use_cache=True, return_dict=True, **cached)
                 parts = [self._kept[i][0] for i in aux_layer_ids]
                 aux = torch.cat(parts, dim=-1) if parts else output.logits.new_zeros(input_ids.shape[1], 0)
@@ -170,6 +175,10 @@ class HFTargetEngine(TargetEngine):
         if surplus > 0:
             cache.crop(-surplus)  # the negative form means the same in all supported releases of transformers
         return cache
+
+    def keep_in_cache(self, cache: Any, length: int, places: Sequence[int]) -> Any:
+        """Keep the first ``length`` positions and ``places`` of those behind them, in this order."""
+        return keep_in_cache(cache, length, places)
 
     def generate(
         self,
