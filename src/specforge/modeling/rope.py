@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -72,3 +73,21 @@ def rotate_half_pairs(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) 
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
+
+
+def rotate_adjacent_pairs(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Rotate x [..., heads, D] with cos, sin [..., D/2]: pairs are (2j, 2j + 1), as DeepSeek's checkpoints lay them out."""
+    cos, sin = rope[0].unsqueeze(-2), rope[1].unsqueeze(-2)
+    first, second = x[..., 0::2], x[..., 1::2]
+    return torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
+
+
+def yarn_softmax_factor(rope: dict[str, Any]) -> float:
+    """m² of conventions §8, by which YaRN multiplies the scores of latent attention; 1 under any other scaling.
+
+    m = 0.1 · mscale_all_dim · ln(factor) + 1 (arXiv 2309.00071, as DeepSeek-V2 applies it).
+    """
+    share, factor = rope.get("mscale_all_dim") or 0.0, rope.get("factor") or 1.0
+    if rope.get("rope_type") != "yarn" or factor <= 1:
+        return 1.0
+    return float((0.1 * share * math.log(factor) + 1.0) ** 2)

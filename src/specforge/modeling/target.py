@@ -191,3 +191,14 @@ class TargetHead(nn.Module):
             best = torch.where(better, value, best)
             winner = torch.where(better, index + start, winner)
         return winner.reshape(hidden.shape[:-1])
+
+    @torch.no_grad()
+    def log_normalizer(self, hidden: torch.Tensor, tile: int = 32768) -> torch.Tensor:
+        """log Σ_v exp(logit_v) over the whole vocabulary, over tiles of it: hidden [..., H] -> float32 [...]."""
+        flat = hidden.reshape(-1, hidden.shape[-1]).to(self.weight.dtype)
+        total = torch.full((flat.shape[0],), float("-inf"), device=flat.device)
+        for start in range(0, self.vocab_size, tile):
+            bias = None if self.bias is None else self.bias[start : start + tile]
+            logits = self._finish(nn.functional.linear(flat, self.weight[start : start + tile], bias).float())
+            total = torch.logaddexp(total, torch.logsumexp(logits, dim=-1))
+        return total.reshape(hidden.shape[:-1])

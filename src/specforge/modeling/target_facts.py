@@ -11,6 +11,8 @@ from specforge.errors import TargetError
 
 # Wrappers of multimodal targets keep the language model's dimensions one level down.
 _TEXT_CONFIG_KEYS = ("text_config", "llm_config", "language_config")
+# Names that a family has for the usual ones (LongCat-Flash).
+_OTHER_NAMES = {"num_hidden_layers": "num_layers", "intermediate_size": "ffn_hidden_size"}
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,10 @@ class TargetFacts:
     @classmethod
     def from_config(cls, raw: dict[str, Any], path: str = "") -> TargetFacts:
         """The facts of a config.json that is already parsed."""
-        text = next((raw[k] for k in _TEXT_CONFIG_KEYS if isinstance(raw.get(k), dict)), raw)
+        text = language_config(raw)
+        for ours, theirs in _OTHER_NAMES.items():
+            if text.get(ours) is None and theirs in text:
+                text = {**text, ours: text[theirs]}
         required = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
         missing = [k for k in required if not isinstance(text.get(k), int)]
         if missing:
@@ -78,6 +83,11 @@ class TargetFacts:
             eos_token_ids=tuple(eos) if isinstance(eos, list) else (() if eos is None else (eos,)),
             raw=raw,
         )
+
+
+def language_config(raw: dict[str, Any]) -> dict[str, Any]:
+    """The part of a config.json that describes the language model: all of it, unless a multimodal target wraps it."""
+    return next((raw[k] for k in _TEXT_CONFIG_KEYS if isinstance(raw.get(k), dict)), raw)
 
 
 def resolve_rope(config: dict[str, Any], where: str = "") -> dict[str, Any]:
@@ -108,4 +118,7 @@ def rope_both_forms(rope: dict[str, Any]) -> dict[str, Any]:
     """Config keys that write RoPE in the v4 and the v5 form, so that any loader finds theta (conventions §8)."""
     scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "partial_rotary_factor")}
     plain = scaling.get("rope_type", "default") == "default"
-    return {"rope_theta": rope["rope_theta"], "rope_scaling": None if plain else scaling, "rope_parameters": dict(rope)}
+    both = {"rope_theta": rope["rope_theta"], "rope_scaling": None if plain else scaling, "rope_parameters": dict(rope)}
+    # SGLang's draft layers look for the share of a head that turns at the top level only.
+    partial = rope.get("partial_rotary_factor")
+    return both if partial is None else {**both, "partial_rotary_factor": partial}

@@ -16,6 +16,9 @@ from specforge.modeling.draft.base import DraftArchitecture
 from specforge.modeling.target import find_tensors
 from specforge.modeling.target_facts import TargetFacts
 
+# A quantized weight (FP8 of DeepSeek-V3) means nothing without its scales.
+_PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 
 def layer_prefixes(layer: int) -> tuple[str, ...]:
     """Where checkpoints of the common families keep decoder layer ``layer``."""
@@ -40,7 +43,7 @@ def copy_where_shapes_agree(module: nn.Module, weights: Mapping[str, torch.Tenso
     copied = []
     for name, parameter in module.named_parameters():
         source = weights.get(name)
-        if source is None:
+        if source is None or source.dtype not in _PLAIN_DTYPES:
             continue
         if source.shape == parameter.shape:
             parameter.copy_(source)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from specforge.errors import ConfigError
+from specforge.modeling.rope import inverse_frequencies
 from specforge.modeling.target_facts import TargetFacts
 
 Rope = tuple[torch.Tensor, torch.Tensor]
@@ -99,6 +100,26 @@ class DraftArchitecture(ABC):
     def warm_start_names(self) -> dict[str, str]:
         """Parameters below a layer that can start from the target's own layer: ours -> theirs. Empty: no warm start."""
         return {}
+
+
+def size_problems(node: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
+    """Sentences about the dimensions of a draft's config node that are given and below 1."""
+    return [
+        f"draft.{key}: {node[key]} — must be at least 1. Set draft.{key}=null to take the target's."
+        for key in keys
+        if isinstance(node.get(key), int) and node[key] < 1
+    ]
+
+
+def rope_problems(node: Mapping[str, Any], key: str) -> list[str]:
+    """Sentences about the rotated width ``node[key]`` and the RoPE parameters of a filled node."""
+    if node[key] % 2:
+        return [f"draft.{key}: {node[key]} — must be even, since RoPE turns pairs. Change draft.{key}."]
+    try:
+        inverse_frequencies(node["rope"], node[key], node["max_position_embeddings"])
+    except ConfigError as error:
+        return list(error.problems)
+    return []
 
 
 class RMSNorm(nn.Module):

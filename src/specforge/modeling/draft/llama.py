@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import nn
 
-from specforge.errors import ConfigError
-from specforge.modeling.draft.base import AttentionFacts, DraftArchitecture, DraftAttention, RMSNorm, Rope
-from specforge.modeling.rope import RotaryEmbedding, inverse_frequencies, rotate_half_pairs
+from specforge.modeling.draft.base import (
+    AttentionFacts,
+    DraftArchitecture,
+    DraftAttention,
+    RMSNorm,
+    Rope,
+    rope_problems,
+    size_problems,
+)
+from specforge.modeling.rope import RotaryEmbedding, rotate_half_pairs
 from specforge.modeling.target_facts import TargetFacts, rope_both_forms
 
 
@@ -24,13 +32,16 @@ class LlamaAttention(DraftAttention):
         self.k_proj = nn.Linear(input_width, num_kv_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(input_width, num_kv_heads * head_dim, bias=False)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_width, bias=False)
+        # Families that norm each head before rotation put their norms here.
+        self.q_norm: nn.Module = nn.Identity()
+        self.k_norm: nn.Module = nn.Identity()
 
     def queries(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
-        return rotate_half_pairs(self.q_proj(x).unflatten(-1, (self.facts.num_heads, -1)), rope)
+        return rotate_half_pairs(self.q_norm(self.q_proj(x).unflatten(-1, (self.facts.num_heads, -1))), rope)
 
     def keys_values(self, x: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
         heads = (self.facts.num_kv_heads, -1)
-        return rotate_half_pairs(self.k_proj(x).unflatten(-1, heads), rope), self.v_proj(x).unflatten(-1, heads)
+        return rotate_half_pairs(self.k_norm(self.k_proj(x).unflatten(-1, heads)), rope), self.v_proj(x).unflatten(-1, heads)
 
     def output(self, o: torch.Tensor) -> torch.Tensor:
         return self.o_proj(o.flatten(-2))
@@ -67,7 +78,7 @@ class LlamaDraft(DraftArchitecture):
     def __init__(
         self,
         *,
-        num_layers: int,
+        num_layers: Annotated[int, Field(ge=1)],
         hidden_size: int | None,
         intermediate_size: int | None,
         num_heads: int | None,
@@ -91,7 +102,7 @@ class LlamaDraft(DraftArchitecture):
         unset = [k for k, v in dimensions.items() if v is None]
         if unset:
             raise ValueError(f"draft: {', '.join(unset)} still null; fill_from_target takes them from the target")
-        self._config = {"num_layers": num_layers, **dimensions, "init_from": init_from}
+        self._config: dict[str, Any] = {"num_layers": num_layers, **dimensions, "init_from": init_from}
         self.num_layers, self.init_from = num_layers, init_from
         self.hidden_size, self.intermediate_size = int(hidden_size or 0), int(intermediate_size or 0)
         self.num_heads, self.num_kv_heads, self.head_dim = int(num_heads or 0), int(num_kv_heads or 0), int(head_dim or 0)
@@ -112,29 +123,16 @@ class LlamaDraft(DraftArchitecture):
     @classmethod
     def rules(cls, choices: Mapping[str, str], config: Mapping[str, Any]) -> list[str]:
         node = config["draft"]
-        sizes = {
-            key: node.get(key)
-            for key in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "max_position_embeddings")
-        }
-        problems = [
-            f"draft.{key}: {value} — must be at least 1. Set draft.{key}=null to take the target's."
-            for key, value in sizes.items()
-            if isinstance(value, int) and value < 1
-        ]
-        if problems or None in sizes.values():  # the target is not on disk yet
+        keys = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "max_position_embeddings")
+        problems = size_problems(node, keys)
+        if problems or any(node.get(key) is None for key in keys):  # the target is not on disk yet
             return problems
-        if sizes["num_heads"] % sizes["num_kv_heads"]:
+        if node["num_heads"] % node["num_kv_heads"]:
             problems.append(
-                f"draft.num_heads: {sizes['num_heads']} — must be a multiple of draft.num_kv_heads={sizes['num_kv_heads']}, "
+                f"draft.num_heads: {node['num_heads']} — must be a multiple of draft.num_kv_heads={node['num_kv_heads']}, "
                 "since each of those serves equally many heads. Change one of them."
             )
-        if sizes["head_dim"] % 2:
-            problems.append(f"draft.head_dim: {sizes['head_dim']} — must be even, since RoPE turns pairs. Change draft.head_dim.")
-        try:
-            inverse_frequencies(node["rope"], sizes["head_dim"], node["max_position_embeddings"])
-        except ConfigError as error:
-            problems += error.problems
-        return problems
+        return problems + rope_problems(node, "head_dim")
 
     def rotary(self) -> nn.Module:
         return RotaryEmbedding(self.rope, self.head_dim, self.max_position_embeddings)
