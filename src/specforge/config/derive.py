@@ -2,12 +2,13 @@
 
 The target node keeps what the user wrote, so that it can be built again; where the target lies on this machine is added as
 ``target.resolved_path`` (absolute), a key that ``config.check`` and ``config.build`` skip. Which keys of the draft are filled is the
-architecture's business: the classmethod ``fill_from_target(node, facts)`` of its class.
+architecture's business: the classmethod ``fill_from_target(node, facts)`` of its class. The strategy's class has two such
+classmethods of its own, for what the target decides (a mask token) and what target and draft decide together (captured layers).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,7 @@ class Derived:
 
 
 def derive(config: dict[str, Any], report: Report, *, prepare: bool = True) -> Derived:
-    """A copy of ``config`` with names, cache folder, target folder and draft dimensions filled.
+    """A copy of ``config`` with names, cache folder, target folder and what draft and strategy leave to the target filled.
 
     ``prepare=False`` neither converts nor downloads: an absent target leaves the nulls and adds a note. Torch is not imported
     unless a target must be converted or the draft's class is needed.
@@ -57,7 +58,9 @@ def derive(config: dict[str, Any], report: Report, *, prepare: bool = True) -> D
 
     filled["target"]["resolved_path"] = str(folder)
     facts = TargetFacts.from_folder(folder)
-    filled["draft"] = fill_draft(filled["draft"], facts, filled.get("plugins") or ())
+    plugins = filled.get("plugins") or ()
+    filled["draft"] = fill_draft(filled["draft"], facts, plugins)
+    filled["strategy"] = fill_strategy(filled["strategy"], facts, folder, filled["draft"], plugins)
     return Derived(filled, facts)
 
 
@@ -84,6 +87,22 @@ def fill_draft(node: dict[str, Any], facts: TargetFacts, plugins: Any = ()) -> d
     if not isinstance(filled, dict):
         raise ConfigError(f"draft._target_: {node['_target_']}.fill_from_target returned {type(filled).__name__} in place of a dict")
     return {**node, **filled}
+
+
+def fill_strategy(
+    node: dict[str, Any], facts: TargetFacts, folder: Path, draft: Mapping[str, Any], plugins: Any = ()
+) -> dict[str, Any]:
+    """The strategy's node with its nulls filled by its own class; unchanged if nothing is null."""
+    if "_target_" not in node or not any(value is None for value in node.values()):
+        return node
+    owner: Any = component_class(node, plugins)
+    for name, decides in (("fill_from_target", folder), ("fill_from_draft", draft)):
+        fill = getattr(owner, name, None)
+        filled = node if fill is None else fill(node, facts, decides)
+        if not isinstance(filled, dict):
+            raise ConfigError(f"strategy._target_: {node['_target_']}.{name} returned {type(filled).__name__} in place of a dict")
+        node = {**node, **filled}
+    return node
 
 
 def run_name(config: dict[str, Any], choices: dict[str, str | None]) -> str:

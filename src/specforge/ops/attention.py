@@ -7,7 +7,7 @@ multiple of ``hk``; query head j reads key head j // (h / hk).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,17 +17,36 @@ import torch
 class CausalDocumentMask:
     """Query rows see keys of their own document at positions up to their own; −1 marks padding on either side.
 
-    ``query_document``/``query_index`` [B, T] and ``key_document`` [B, S]; ``query_index`` is the row's place among the S keys.
+    ``query_document``/``query_index`` [B, T] and ``key_document`` [B, S]; ``query_index`` is the row's place among the S keys. Under a
+    ``window`` of W tokens a row that has moved ``shift`` < W places on sees only keys less than W places behind where it stands.
     """
 
     query_document: torch.Tensor
     query_index: torch.Tensor
     key_document: torch.Tensor
+    window: int | None = None
+    shift: int = 0
+
+    def over_keys(self) -> CausalDocumentMask:
+        """The same rule where every key's row asks."""
+        place = torch.arange(self.key_document.shape[1], device=self.key_document.device)
+        return replace(self, query_document=self.key_document, query_index=place.expand_as(self.key_document))
+
+    def prepare(self, attend: Attend) -> Any:
+        """The mask in the form that ``attend`` wants."""
+        return self.dense() if attend is plain_attention else self.block_mask()
+
+    @property
+    def _oldest(self) -> torch.Tensor:
+        """First place that each query may see, [B, T]."""
+        return self.query_index + (self.shift - self.window + 1) if self.window is not None else torch.zeros_like(self.query_index)
 
     def dense(self) -> torch.Tensor:
         """bool [B, T, S]; a padding query sees key 0, so that its softmax stays finite (its result is never read)."""
         place = torch.arange(self.key_document.shape[1], device=self.key_document.device)
         seen = (self.query_document.unsqueeze(-1) == self.key_document.unsqueeze(1)) & (place <= self.query_index.unsqueeze(-1))
+        if self.window is not None:
+            seen = seen & (place >= self._oldest.unsqueeze(-1))
         padding = (self.query_document < 0).unsqueeze(-1)
         return torch.where(padding, place == 0, seen)
 
@@ -36,10 +55,12 @@ class CausalDocumentMask:
         from torch.nn.attention.flex_attention import create_block_mask
 
         query_document, query_index, key_document = self.query_document, self.query_index, self.key_document
+        oldest = None if self.window is None else self._oldest
 
         def rule(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
             padding = (query_document[b, q] < 0) & (k == 0)
-            return padding | ((query_document[b, q] == key_document[b, k]) & (k <= query_index[b, q]))
+            seen = (query_document[b, q] == key_document[b, k]) & (k <= query_index[b, q])
+            return padding | (seen if oldest is None else seen & (k >= oldest[b, q]))
 
         # Not compiled: every batch has other tensors in the rule, and the mask costs less than looking for its kernel.
         return create_block_mask(
@@ -102,8 +123,8 @@ def fastest_attention(device: torch.device, query_key_width: int) -> Attend:
 
 def unroll_attention(
     q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    keys: torch.Tensor | None,
+    values: torch.Tensor | None,
     mask: Any,
     scale: float,
     own_keys: Sequence[torch.Tensor],
@@ -113,15 +134,19 @@ def unroll_attention(
     """Attention of TTT step k (conventions §4): the step-0 keys that ``mask`` shows, plus one own key of each of steps 1 … k.
 
     q [B, T, h, D]; keys, values [B, S, hk, ·] of step 0; each own key [B, T, hk, D] belongs to the query row of the same index.
-    The step-0 part is computed by ``attend``; the own keys are merged through the log-sum-exp, so no score matrix grows with k.
+    The step-0 part is computed by ``attend``; the own keys are merged through the log-sum-exp, so no score matrix grows with k. ``keys``
+    None: no step-0 key is in reach of the window.
     """
-    o, lse = attend(q, keys, values, mask, scale)
     if not own_keys:
-        return o
-    group = q.shape[2] // keys.shape[2]
+        assert keys is not None and values is not None, "a row sees some key"
+        return attend(q, keys, values, mask, scale)[0]
+    group = q.shape[2] // own_keys[0].shape[2]
     own_k = torch.stack(list(own_keys), dim=-2).repeat_interleave(group, dim=2)  # [B, T, h, k, D]
     own_v = torch.stack(list(own_values), dim=-2).repeat_interleave(group, dim=2)
     own_scores = (own_k * q.unsqueeze(-2)).sum(-1).float() * scale  # [B, T, h, k]
+    if keys is None or values is None:
+        return (torch.softmax(own_scores, dim=-1).to(own_v.dtype).unsqueeze(-1) * own_v).sum(-2)
+    o, lse = attend(q, keys, values, mask, scale)
     weights = torch.softmax(torch.cat((lse.unsqueeze(-1), own_scores), dim=-1), dim=-1).to(o.dtype)
     return o * weights[..., :1] + (weights[..., 1:].unsqueeze(-1) * own_v).sum(-2)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -34,8 +35,22 @@ class DraftTrainStrategy(ABC):
     name: ClassVar[str]
     # Architecture name -> the class that SGLang loads this pair as (conventions §5); pairs that are not here are not served.
     serving_classes: ClassVar[dict[str, str]] = {}
+    # The same for vLLM: what export format=vllm writes.
+    vllm_classes: ClassVar[dict[str, str]] = {}
     # Keys of its configuration that may change while the weights stay usable, such as the numbers of the loss.
     free_keys: ClassVar[tuple[str, ...]] = ()
+    # Whether its proposer has ``propose_tree``: topk > 1 in decoding.
+    drafts_trees: ClassVar[bool] = False
+
+    @classmethod
+    def fill_from_target(cls, node: Mapping[str, Any], target: TargetFacts, folder: Path) -> dict[str, Any]:
+        """This strategy's config node with the nulls replaced that the target in ``folder`` decides, such as a mask token."""
+        return dict(node)
+
+    @classmethod
+    def fill_from_draft(cls, node: Mapping[str, Any], target: TargetFacts, draft: Mapping[str, Any]) -> dict[str, Any]:
+        """The same for what target and draft decide together, such as one captured layer a draft layer; ``draft`` is its filled node."""
+        return dict(node)
 
     @abstractmethod
     def aux_layer_ids(self, target: TargetFacts) -> tuple[int, ...]:
@@ -65,8 +80,8 @@ class DraftTrainStrategy(ABC):
         """Loss and metrics of one micro-batch; runs ``model`` exactly once, also when no row is supervised."""
 
     @abstractmethod
-    def proposer(self, model: nn.Module) -> Proposer:
-        """How this draft proposes tokens in serving, for ``evaluation.decode``."""
+    def proposer(self, model: nn.Module, head: TargetHead) -> Proposer:
+        """How this draft proposes tokens in serving, for ``evaluation.decode``; ``head`` is the target's, for drafts without an own one."""
 
     @abstractmethod
     def outer_export(self, architecture: DraftArchitecture, target: TargetFacts, export_format: str) -> OuterExport:
@@ -78,6 +93,14 @@ class DraftTrainStrategy(ABC):
         Empty for a strategy that SGLang does not serve.
         """
         return {}
+
+    @classmethod
+    def serving_problems(cls, architecture: str, draft: Mapping[str, Any], strategy: Mapping[str, Any]) -> list[str]:
+        """What SGLang does not read of a pair that it serves, for these filled config nodes; ``export format=sglang`` refuses it.
+
+        Sentences without a full stop that name the keys. Composition warns of them, so that nobody trains first and learns it then.
+        """
+        return []
 
     @abstractmethod
     def prefix_correctness(self, model: nn.Module, batch: TrainBatch, head: TargetHead, num_draft_tokens: int) -> PrefixCorrectness:
