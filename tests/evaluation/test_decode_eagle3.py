@@ -226,6 +226,8 @@ def test_the_evaluator_pools_documents_of_packed_batches(target, make_strategy):
         max_new_tokens=8,
         temperature=0.0,
         mode="target_only",
+        tree_topk=1,
+        tree_num_tokens=None,
         time_limit_minutes=None,
     )
     one, two = (evaluator.from_features(strategy, draft, batches, head, SingleGroup(), CPU) for batches in ([packed], single))

@@ -14,12 +14,14 @@ import torch
 from torch import nn
 
 from specforge.commands.train import NodeBuilder, Sources, load_data
+from specforge.config.build import component_class
 from specforge.data.dataset import TokenizedDataset
 from specforge.distributed.groups import SingleGroup
 from specforge.errors import ConfigError, DataError, TargetError
 from specforge.evaluation.cache import held_out_batches
 from specforge.evaluation.decode import CachedTarget
 from specforge.evaluation.evaluator import Evaluator
+from specforge.evaluation.proposer import Proposer
 from specforge.inference.engine_factory import resolve_device
 from specforge.launch.worker import set_seed
 from specforge.training.assembly import Parts
@@ -77,6 +79,15 @@ def _as_published(config: dict[str, Any]) -> dict[str, Any]:
     from specforge.export.published import read_published
 
     published = read_published(Path(config["draft_folder"]))
+    plugins = config.get("plugins") or ()
+    strategy_class, draft_class = (component_class(config[group], plugins) for group in ("strategy", "draft"))
+    served_as = getattr(strategy_class, "serving_classes", {}).get(getattr(draft_class, "name", ""))
+    if served_as != published.config["architectures"][0]:
+        raise ConfigError(
+            f"draft_folder={config['draft_folder']}: its config.json says {published.config['architectures'][0]}, and this configuration is "
+            f"strategy={getattr(strategy_class, 'name', '?')} draft={getattr(draft_class, 'name', '?')}. "
+            f"Set strategy={published.strategy} draft={published.layout.architecture}."
+        )
     draft = {**config["draft"], **published.draft_node(), "init_from": str(config["draft_folder"])}
     strategy = {**config["strategy"], **published.strategy_node()}
     return {**config, "draft": draft, "strategy": strategy}
@@ -119,7 +130,7 @@ def _measure(
         features = evaluator.from_features(parts.strategy, model, batches, head, SingleGroup(), device)
         measured = name != UNTRAINED
         limit = None if measured else evaluator.num_untrained_requests
-        decoded = _decode(evaluator, engine, parts, model, prompts, settings, device, name, compare=measured, limit=limit)  # type: ignore[arg-type]
+        decoded = _decode(evaluator, engine, parts, parts.strategy.proposer(model, head), prompts, settings, device, name, compare=measured, limit=limit)  # type: ignore[arg-type]
         results[name] = {"held_out_features": features, "decoding": decoded.summary()}
     return {"target": parts.identity.__dict__, "template": parts.identity.template_digest, "drafts": results}
 
@@ -134,7 +145,7 @@ def _decode(
     evaluator: Evaluator,
     engine: CachedTarget,
     parts: Parts,
-    model: nn.Module,
+    proposer: Proposer,
     prompts: Sequence[Sequence[int]],
     settings: Any,
     device: torch.device,
@@ -150,7 +161,7 @@ def _decode(
         task = bar.add_task(name, total=None)
         return evaluator.by_decoding(
             engine,
-            parts.strategy.proposer(model),
+            proposer,
             parts.strategy.aux_layer_ids(parts.facts),
             prompts,
             settings,
@@ -167,7 +178,8 @@ def show(report: dict[str, Any], path: Path) -> None:
     from rich.table import Table
 
     names = list(report["drafts"])
-    table = Table(title="held-out prompts, chain drafting", caption=f"written to {path}", caption_justify="left")
+    drafting = "tree" if any(d["decoding"].get("tree") for d in report["drafts"].values()) else "chain"
+    table = Table(title=f"held-out prompts, {drafting} drafting", caption=f"written to {path}", caption_justify="left")
     table.add_column("")
     for name in names:
         table.add_column(name, justify="right")
@@ -184,6 +196,11 @@ def show(report: dict[str, Any], path: Path) -> None:
             )
 
 
+def _shape(decoding: dict[str, Any]) -> str:
+    tree = decoding.get("tree")
+    return f"tree of {tree['num_tokens']} (topk {tree['topk']}, depth {tree['depth']})" if tree else str(decoding["num_draft_tokens"])
+
+
 def _of(equal: int | None, compared: int) -> str:
     return f"{equal} of {compared}" if equal is not None and compared else "-"
 
@@ -195,7 +212,7 @@ def _number(value: float | None, digits: int = 3) -> str:
 _ROWS: list[tuple[str, Callable[[dict[str, Any], dict[str, Any]], str]]] = [
     ("accept_length", lambda d, f: _number(d["accept_length"])),
     ("  95 % interval (requests)", lambda d, f: " - ".join(_number(x) for x in d["accept_length_interval_95"])),
-    ("  drafted tokens a step, mode", lambda d, f: f"{d['num_draft_tokens']}, {d['mode']}"),
+    ("  drafted tokens a step, mode", lambda d, f: f"{_shape(d)}, {d['mode']}"),
     ("  requests, verify steps", lambda d, f: f"{d['num_requests']} of {d['num_requests_asked']}, {d['num_verify_steps']}"),
     ("acceptance histogram 0 1 2 ...", lambda d, f: " ".join(map(str, d["acceptance_histogram"]))),
     ("walk_accept_length", lambda d, f: _number(f["walk_accept_length"])),

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from specforge.evaluation.acceptance import accept_greedy, accept_rejection, accept_target_only
+from specforge.evaluation.draft_tree import TreeShape, accept_greedy_tree, tree_shape
 from specforge.evaluation.proposer import Proposal, Proposer
 
 SamplingMode = Literal["target_only", "rejection"]
@@ -22,10 +23,18 @@ SamplingMode = Literal["target_only", "rejection"]
 class CachedTarget(Protocol):
     """The target as decoding needs it: a forward over new tokens of one request on top of a cache that can be cut back."""
 
-    def forward_cached(self, input_ids: torch.Tensor, cache: Any, aux_layer_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """input_ids [1, T] -> (logits [T, V] float32, aux [T, K·H], cache)."""
+    def forward_cached(
+        self, input_ids: torch.Tensor, cache: Any, aux_layer_ids: Sequence[int], parents: Sequence[int] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """input_ids [1, T] -> (logits [T, V] float32, aux [T, K·H], cache).
+
+        With ``parents`` (T entries) the tokens are a tree: token i follows token ``parents[i]``, or the last cached one for −1.
+        """
 
     def crop_cache(self, cache: Any, length: int) -> Any: ...
+
+    def keep_in_cache(self, cache: Any, length: int, places: Sequence[int]) -> Any:
+        """Keep the first ``length`` positions and ``places`` of those behind them; needed for trees only."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,13 @@ class DecodeSettings:
     mode: SamplingMode
     stop_token_ids: frozenset[int]
     seed: int = 0
+    tree_topk: int = 1
+    tree_num_tokens: int | None = None
+
+    @property
+    def tree(self) -> TreeShape | None:
+        """The tree of each verify step, or None for a chain. Raises :class:`ConfigError` for one that cannot be verified."""
+        return tree_shape(self.num_draft_tokens, self.tree_topk, self.tree_num_tokens, self.temperature)
 
 
 @dataclass
@@ -98,6 +114,7 @@ def decode_speculative(
 ) -> Decoded:
     """Draft n tokens, verify them in one target forward, keep the accepted ones and the target's own next token; repeat."""
     started = time.perf_counter()
+    tree = settings.tree
     generator = _generator(settings, request)
     drafts_sampled = generator if settings.mode == "rejection" else None
     logits, aux, cache = target.forward_cached(torch.tensor([list(prompt)], device=device), None, aux_layer_ids)
@@ -107,19 +124,42 @@ def decode_speculative(
     in_cache = len(prompt)
     result = Decoded(tokens)
     while not _cut(tokens, settings)[1]:
-        proposal = proposer.propose(settings.num_draft_tokens, settings.temperature, drafts_sampled)
-        verify = torch.tensor([[tokens[-1], *proposal.tokens]], device=device)
-        logits, aux, cache = target.forward_cached(verify, cache, aux_layer_ids)
-        accepted, following = _accept(logits, proposal, settings, generator)
-        result.accepted.append(accepted)
-        fresh = [*proposal.tokens[:accepted], following]
+        if tree is not None:
+            fresh, aux, cache = _verify_tree(target, proposer, tree, tokens[-1], cache, in_cache, aux_layer_ids, device)
+        else:
+            proposal = proposer.propose(settings.num_draft_tokens, settings.temperature, drafts_sampled)
+            verify = torch.tensor([[tokens[-1], *proposal.tokens]], device=device)
+            logits, aux, cache = target.forward_cached(verify, cache, aux_layer_ids)
+            accepted, following = _accept(logits, proposal, settings, generator)
+            fresh = [*proposal.tokens[:accepted], following]
+            cache = target.crop_cache(cache, in_cache + len(fresh))
+        result.accepted.append(len(fresh) - 1)
         tokens.extend(fresh)
-        in_cache += 1 + accepted
-        cache = target.crop_cache(cache, in_cache)
-        proposer.observe(aux[: 1 + accepted], fresh)
+        in_cache += len(fresh)
+        proposer.observe(aux[: len(fresh)], fresh)
     result.tokens = _cut(tokens, settings)[0]
     result.seconds = time.perf_counter() - started
     return result
+
+
+def _verify_tree(
+    target: CachedTarget,
+    proposer: Proposer,
+    shape: TreeShape,
+    last: int,
+    cache: Any,
+    in_cache: int,
+    aux_layer_ids: Sequence[int],
+    device: torch.device,
+) -> tuple[list[int], torch.Tensor, Any]:
+    """Draft a tree, verify all of it in one forward, keep the accepted path in the cache -> (new tokens, aux of their rows, cache)."""
+    tree = proposer.propose_tree(shape)
+    verify = torch.tensor([[last, *tree.tokens]], device=device)
+    logits, aux, cache = target.forward_cached(verify, cache, aux_layer_ids, parents=[-1, *tree.parents])
+    best = logits.argmax(-1).tolist()
+    path = accept_greedy_tree(best, tree)
+    cache = target.keep_in_cache(cache, in_cache, [in_cache + node for node in path])
+    return [*(tree.tokens[node - 1] for node in path[1:]), best[path[-1]]], aux[path], cache
 
 
 def _accept(logits: torch.Tensor, proposal: Proposal, settings: DecodeSettings, generator: torch.Generator | None) -> tuple[int, int]:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from specforge.evaluation.draft_tree import DraftTree, TreeShape, grow
+from specforge.evaluation.eagle3_branches import Eagle3Branches
 from specforge.evaluation.proposer import Proposal, Proposer, draw
 from specforge.modeling.wiring.eagle3 import Eagle3Draft
 from specforge.ops.attention import plain_attention
+
+KeysValues = tuple[torch.Tensor, torch.Tensor]
 
 
 class Eagle3Proposer(Proposer):
@@ -17,8 +21,7 @@ class Eagle3Proposer(Proposer):
         self.start()
 
     def start(self) -> None:
-        self._keys: torch.Tensor | None = None
-        self._values: torch.Tensor | None = None
+        self._cache: list[KeysValues] = []  # of each layer; committed rows first, then what the last proposal left
         self._committed = 0
 
     @torch.no_grad()
@@ -26,7 +29,7 @@ class Eagle3Proposer(Proposer):
         draft = self.draft
         tokens = torch.tensor(next_tokens, device=draft.d2t.device)
         g = draft.fuse(aux.to(draft.d2t.device))
-        h = self._layer(tokens, g, self._committed, self._committed)
+        h = self._run(tokens, g, self._committed)
         self._committed += len(next_tokens)
         self._state, self._normed = draft.next_state(h)
 
@@ -41,7 +44,7 @@ class Eagle3Proposer(Proposer):
             if k > 0:
                 last = torch.tensor([tokens[-1]], device=draft.d2t.device)
                 # The chain hangs on row committed − 1 and its step k sits k places further on.
-                h = self._layer(last, state, self._committed - 1 + k, self._committed - 1 + k)
+                h = self._run(last, state, self._committed - 1 + k)
                 state, normed = draft.next_state(h)
             logits = draft.logits(normed)[0]
             kept, probabilities = draw(logits, temperature, generator)
@@ -55,16 +58,34 @@ class Eagle3Proposer(Proposer):
                 distributions.append(full)
         return Proposal(tokens, torch.stack(distributions) if distributions else None, torch.stack(margins) if margins else None)
 
-    def _layer(self, tokens: torch.Tensor, g: torch.Tensor, position: int, cached: int) -> torch.Tensor:
-        """Run the layer on T rows from ``position`` on, after the first ``cached`` keys; returns the last row's output [1, H]."""
-        layer, attention = self.draft.midlayer, self.draft.midlayer.self_attn
-        u, residual = layer.attention_input(self.draft.embed(tokens), g)
-        positions = torch.arange(position, position + tokens.numel(), device=tokens.device)
-        cos, sin = self.draft.rotary(positions, u.dtype)
-        keys, values = attention.keys_values(u, (cos, sin))
-        self._keys = keys if self._keys is None else torch.cat((self._keys[:cached], keys))
-        self._values = values if self._values is None else torch.cat((self._values[:cached], values))
-        # Only the last row's output is read: earlier rows exist for their keys.
-        q = attention.queries(u[-1:], (cos[-1:], sin[-1:]))
-        o, _ = plain_attention(q[None], self._keys[None], self._values[None], None, attention.facts.scale)
-        return layer.finish(residual[-1:], o[0])
+    def propose_tree(self, shape: TreeShape) -> DraftTree:
+        assert self._cache, "observe comes before propose_tree"
+        committed = [(keys[: self._committed], values[: self._committed]) for keys, values in self._cache]
+        return grow(Eagle3Branches(self.draft, committed, self._state, self._normed), shape)
+
+    def _run(self, tokens: torch.Tensor, g: torch.Tensor, position: int) -> torch.Tensor:
+        """Run the layers on T rows from ``position`` on, after as many cached keys; returns the last row's output [1, H]."""
+        draft = self.draft
+        embedded, x = draft.embed(tokens), g
+        places = torch.arange(position + tokens.numel(), device=tokens.device)
+        positions = places[position:]
+        rope = draft.rotary(positions, embedded.dtype)
+        distance = positions.unsqueeze(-1) - places
+        cache: list[KeysValues] = []
+        for i, layer in enumerate(draft.stack):
+            attention = layer.self_attn
+            u, residual = layer.attention_input(embedded, x)
+            keys, values = attention.keys_values(u, rope)
+            if self._cache:
+                keys, values = (torch.cat((old[:position], new)) for old, new in zip(self._cache[i], (keys, values), strict=True))
+            cache.append((keys, values))
+            # Of the last layer only the last row's output is read: earlier rows exist for their keys.
+            asking = slice(-1, None) if layer is draft.stack[-1] else slice(None)
+            q = attention.queries(u[asking], (rope[0][asking], rope[1][asking]))
+            seen = distance[asking] >= 0
+            if attention.facts.window is not None:
+                seen = seen & (distance[asking] < attention.facts.window)
+            o, _ = plain_attention(q[None], keys[None], values[None], seen[None], attention.facts.scale)
+            x = layer.finish(residual[asking], o[0])
+        self._cache = cache
+        return x

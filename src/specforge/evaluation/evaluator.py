@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
 import torch
 from pydantic import Field
 from torch import nn
 
+from specforge.config.build import component_class
 from specforge.distributed.groups import Group
 from specforge.evaluation.decode import CachedTarget, Decoded, DecodeSettings, SamplingMode, decode_plain, decode_speculative
+from specforge.evaluation.draft_tree import tree_problems
 from specforge.evaluation.metrics import Walk, bootstrap_interval, prefix_lengths, simulated_acc_len, walk_document
 from specforge.evaluation.proposer import Proposer
 from specforge.modeling.target import TargetHead
@@ -34,12 +36,29 @@ class Evaluator:
         max_new_tokens: Annotated[int, Field(ge=1)],
         temperature: Annotated[float, Field(ge=0)],
         mode: SamplingMode,
+        tree_topk: Annotated[int, Field(ge=1, le=16)],
+        tree_num_tokens: Annotated[int, Field(ge=1, le=512)] | None,
         time_limit_minutes: Annotated[float, Field(gt=0)] | None,
     ) -> None:
         self.num_draft_tokens, self.batch_tokens = num_draft_tokens, batch_tokens
         self.num_requests, self.num_baseline_requests = num_requests, num_baseline_requests
         self.num_untrained_requests = num_untrained_requests
         self.max_new_tokens, self.temperature, self.mode, self.time_limit_minutes = max_new_tokens, temperature, mode, time_limit_minutes
+        self.tree_topk, self.tree_num_tokens = tree_topk, tree_num_tokens
+
+    @classmethod
+    def rules(cls, choices: Mapping[str, str], config: Mapping[str, Any]) -> list[str]:
+        node = config["evaluator"]
+        topk = node.get("tree_topk", 1)
+        if not isinstance(topk, int) or not isinstance(node.get("num_draft_tokens"), int):
+            return []
+        problems = tree_problems(node["num_draft_tokens"], topk, node.get("tree_num_tokens"), node.get("temperature") or 0.0)
+        if topk > 1 and not getattr(component_class(config["strategy"], config.get("plugins") or ()), "drafts_trees", False):
+            problems.append(
+                f"evaluator.tree_topk: {topk} — a draft of strategy={choices.get('strategy')} proposes one chain and no tree. "
+                "Set evaluator.tree_topk=1."
+            )
+        return problems
 
     @torch.no_grad()
     def from_features(
@@ -78,7 +97,16 @@ class Evaluator:
         }
 
     def settings(self, stop_token_ids: frozenset[int], seed: int) -> DecodeSettings:
-        return DecodeSettings(self.num_draft_tokens, self.max_new_tokens, self.temperature, self.mode, stop_token_ids, seed)
+        return DecodeSettings(
+            self.num_draft_tokens,
+            self.max_new_tokens,
+            self.temperature,
+            self.mode,
+            stop_token_ids,
+            seed,
+            self.tree_topk,
+            self.tree_num_tokens,
+        )
 
     def by_decoding(
         self,
@@ -140,6 +168,7 @@ class DecodeReport:
             "num_requests_asked": self.num_asked,
             "harness": "specforge",
             "num_draft_tokens": self.settings.num_draft_tokens,
+            "tree": None if self.settings.tree is None else asdict(self.settings.tree),
             "temperature": self.settings.temperature,
             "mode": "greedy" if greedy else self.settings.mode,
             "max_new_tokens": self.settings.max_new_tokens,

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from specforge.errors import ConfigError
+from specforge.evaluation.draft_tree import DraftTree, TreeShape
+
 
 @dataclass
 class Proposal:
@@ -37,6 +40,10 @@ class Proposer(ABC):
     @abstractmethod
     def propose(self, num_tokens: int, temperature: float, generator: torch.Generator | None) -> Proposal:
         """Draft ``num_tokens``: argmax when ``generator`` is None, else sampled at ``temperature``."""
+
+    def propose_tree(self, shape: TreeShape) -> DraftTree:
+        """Draft a tree of likeliest tokens. Raises :class:`ConfigError` for a draft that proposes one chain only."""
+        raise ConfigError(f"evaluator.tree_topk: {shape.topk} — this draft proposes one chain and no tree. Set evaluator.tree_topk=1.")
 
 
 def draw(logits: torch.Tensor, temperature: float, generator: torch.Generator | None) -> tuple[int, torch.Tensor | None]:
