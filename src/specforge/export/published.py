@@ -1,4 +1,4 @@
-"""Read a published EAGLE-3 draft in the SGLang layout: to evaluate it as a baseline or to start training from it."""
+"""Read a published draft in the SGLang layout: to evaluate it as a baseline or to start training from it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,10 @@ from torch import nn
 
 from specforge.data.vocabulary_map import VocabularyMap
 from specforge.errors import ExportError, TargetError
-from specforge.modeling.target_facts import resolve_rope
+from specforge.export.published_layouts import LAYOUTS, Layout
 
 if TYPE_CHECKING:
     from specforge.training.assembly import Parts
-
-# Serving class -> (architecture, strategy) choices that read it.
-_READERS = {"LlamaForCausalLMEagle3": ("llama", "eagle3")}
-_LEGACY_NAMES = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2", "layers.0.": "midlayer."}
 
 
 @dataclass(frozen=True)
@@ -29,8 +25,7 @@ class PublishedDraft:
     folder: Path
     config: dict[str, Any]
     weights: dict[str, torch.Tensor]
-    architecture: str
-    strategy: str
+    layout: Layout
 
     def vocabulary(self, target_vocab_size: int) -> VocabularyMap:
         """Its draft vocabulary; a draft without a map knows the whole target vocabulary."""
@@ -47,34 +42,18 @@ class PublishedDraft:
         t2d[kept] = True
         return VocabularyMap(d2t.long(), t2d, float("nan"))
 
+    @property
+    def strategy(self) -> str:
+        """Name of the strategy that trains this layout; the D-PACE loss leaves a DFlash draft."""
+        return self.layout.strategy(self.config)
+
     def draft_node(self) -> dict[str, Any]:
         """Dimensions as the keys of ``conf/draft/<architecture>.yaml``."""
-        c = self.config
-        heads = c["num_attention_heads"]
-        return {
-            "num_layers": 1,
-            "hidden_size": c["hidden_size"],
-            "intermediate_size": c["intermediate_size"],
-            "num_heads": heads,
-            "num_kv_heads": c.get("num_key_value_heads") or heads,
-            "head_dim": c.get("head_dim") or c["hidden_size"] // heads,
-            "rms_norm_eps": c.get("rms_norm_eps", 1e-6),
-            "max_position_embeddings": c.get("max_position_embeddings", 2048),
-            "rope": resolve_rope(c, str(self.folder)),
-        }
+        return self.layout.draft_node(self.config)
 
     def strategy_node(self) -> dict[str, Any]:
-        """Flags and layer ids as the keys of ``conf/strategy/eagle3.yaml``."""
-        c, eagle = self.config, self.config.get("eagle_config") or {}
-        own = (c.get("specforge") or {}).get("aux_layer_ids_output_side")
-        return {
-            "draft_vocab_size": self.weights["lm_head.weight"].shape[0],
-            "aux_hidden_state_layer_ids": own or eagle.get("eagle_aux_hidden_state_layer_ids") or c.get("eagle_aux_hidden_state_layer_ids"),
-            "fc_norm": bool(c.get("fc_norm", c.get("use_aux_norm", False))),
-            "norm_before_fc": bool(eagle.get("norm_before_fc", c.get("norm_before_fc", False))),
-            "norm_output": bool(c.get("norm_output", False)),
-            "norm_before_residual": bool(c.get("norm_before_residual", False)),
-        }
+        """Flags, sizes and layer ids as the keys of ``conf/strategy/<strategy>.yaml``."""
+        return self.layout.strategy_node(self.config, self.weights)
 
     def load_into(self, model: nn.Module, parts: Parts) -> None:
         """Copy every weight; raises :class:`ExportError` naming what is missing, unknown or of another shape."""
@@ -99,7 +78,7 @@ class PublishedDraft:
 
 
 def read_published(folder: Path) -> PublishedDraft:
-    """Raises :class:`ExportError` for a folder that is no EAGLE-3 draft in the SGLang layout."""
+    """Raises :class:`ExportError` for a folder that is no draft in a layout of SGLang that is known here."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -109,8 +88,9 @@ def read_published(folder: Path) -> PublishedDraft:
     except (OSError, ValueError) as error:
         raise ExportError(f"{folder}: no readable config.json ({error}). Give the folder of a draft in the SGLang layout.") from None
     serving_class = (config.get("architectures") or ["?"])[0]
-    if serving_class not in _READERS:
-        raise ExportError(f"{folder}: architectures is {serving_class}; drafts that can be read are {', '.join(_READERS)}.")
+    if serving_class not in LAYOUTS:
+        raise ExportError(f"{folder}: architectures is {serving_class}; drafts that can be read are {', '.join(LAYOUTS)}.")
+    layout = LAYOUTS[serving_class]
     weights: dict[str, torch.Tensor] = {}
     try:
         for file in sorted(folder.glob("*.safetensors")):
@@ -121,11 +101,11 @@ def read_published(folder: Path) -> PublishedDraft:
         raise ExportError(f"{folder}: its weights cannot be read ({error}).") from None
     if not weights:
         raise TargetError(f"{folder}: no *.safetensors or pytorch_model.bin weights.")
-    return PublishedDraft(folder, config, {_our_name(n): t for n, t in weights.items()}, *_READERS[serving_class])
+    return PublishedDraft(folder, config, {_our_name(n, layout): t for n, t in weights.items()}, layout)
 
 
-def _our_name(name: str) -> str:
+def _our_name(name: str, layout: Layout) -> str:
     name = name.removeprefix("model.")
-    for theirs, ours in _LEGACY_NAMES.items():
+    for theirs, ours in layout.renames.items():
         name = name.replace(theirs, ours)
     return name

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specforge.errors import ExportError
-from specforge.export.loader_tables import LOADERS
+from specforge.export.loaders.registry import find_loader
 from specforge.modeling.target_facts import TargetFacts
 
 
@@ -29,15 +29,14 @@ def verify_folder(folder: Path, target: TargetFacts, allowed_extra: tuple[str, .
     """Check ``folder`` as its serving class would load it; returns the config. Raises :class:`ExportError` with every problem."""
     config = json.loads((folder / "config.json").read_text())
     serving_class = config["architectures"][0]
-    if serving_class not in LOADERS:
-        raise ExportError(f"{folder}: no loader table for {serving_class}; known: {', '.join(LOADERS)}.")
-    expected, found = LOADERS[serving_class](config), folder_shapes(folder)
+    loader = find_loader(serving_class)
+    expected, found = loader.shapes(config), folder_shapes(folder)
     problems = [f"{n} is missing (expected {list(s)})" for n, s in expected.items() if n not in found]
     problems += [f"{n} {list(found[n])} is unknown to {serving_class}" for n in found if n not in expected and n not in allowed_extra]
     problems += [
         f"{n} has shape {list(found[n])}, {serving_class} expects {list(s)}" for n, s in expected.items() if n in found and found[n] != s
     ]
-    problems += _config_problems(config, target)
+    problems += _config_problems(config, target) + loader.problems(config, target)
     if problems:
         raise ExportError(f"{folder} is not what {serving_class} loads: " + "; ".join(problems) + ".")
     return config
@@ -53,8 +52,4 @@ def _config_problems(config: dict[str, Any], target: TargetFacts) -> list[str]:
     theta, parameters = config.get("rope_theta"), config.get("rope_parameters") or {}
     if theta is None or parameters.get("rope_theta") != theta:
         problems.append(f"rope theta differs between its two forms: {theta} and {parameters.get('rope_theta')}")
-    if config.get("tie_word_embeddings") is not False:
-        problems.append("tie_word_embeddings must be false, or the server ignores the draft's head")
-    if "draft_vocab_size" not in config:
-        problems.append("draft_vocab_size is missing")
     return problems

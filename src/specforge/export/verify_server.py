@@ -144,8 +144,9 @@ def _exported_draft(parts: Parts, folder: Path, dtype: torch.dtype, device: torc
 
 
 def _simulate(engine: Any, parts: Parts, folder: Path, checked: Checked, device: torch.device) -> list[tuple[Decoded, float | None]]:
-    draft = _exported_draft(parts, folder, getattr(torch, checked.dtype), device)
-    proposer = MarginRecorder(parts.strategy.proposer(draft))
+    dtype = getattr(torch, checked.dtype)
+    draft = _exported_draft(parts, folder, dtype, device)
+    proposer = MarginRecorder(parts.strategy.proposer(draft, parts.head(dtype, device)))
     layers = parts.strategy.aux_layer_ids(parts.facts)
     results = []
     with counting_bar("our own decoding", len(checked.prompts)) as advance:

@@ -17,7 +17,8 @@ class OuterExport:
     """An algorithm's half of the map for one format.
 
     ``serving_class`` is the class a server loads; ``names`` maps whole parameter names, ours to theirs; ``layer_prefixes`` maps the
-    prefix of each decoder layer and ``layer_names`` what the algorithm adds inside a layer; ``config`` are the algorithm's own fields.
+    prefix of each decoder layer and ``layer_names`` what the algorithm adds inside a layer; ``config`` are the algorithm's own fields;
+    ``left_out`` names what our draft has and the server's does not.
     """
 
     serving_class: str
@@ -25,6 +26,7 @@ class OuterExport:
     layer_prefixes: dict[str, str]
     layer_names: dict[str, str]
     config: dict[str, Any] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
 
     def weight_names(self, architecture: DraftArchitecture) -> dict[str, str]:
         """Every exported parameter and buffer: our name -> theirs."""
@@ -35,7 +37,8 @@ class OuterExport:
 
 def exported_tensors(model: nn.Module, outer: OuterExport, architecture: DraftArchitecture, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The draft's ``state_dict`` under the server's names; raises :class:`ExportError` if the map misses or invents a tensor."""
-    names, state = outer.weight_names(architecture), model.state_dict()
+    names = outer.weight_names(architecture)
+    state = {n: t for n, t in model.state_dict().items() if n not in outer.left_out}
     unmapped, invented = sorted(state.keys() - names.keys()), sorted(names.keys() - state.keys())
     if unmapped or invented:
         raise ExportError(

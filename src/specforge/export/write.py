@@ -22,8 +22,8 @@ from specforge.modeling.draft.base import DraftArchitecture
 from specforge.modeling.target_facts import TargetFacts
 from specforge.training.strategies.base import DraftTrainStrategy
 
-ExportFormat = Literal["sglang", "hf"]
-FORMATS: tuple[str, ...] = ("sglang", "hf")
+ExportFormat = Literal["sglang", "hf", "vllm"]
+FORMATS: tuple[str, ...] = ("sglang", "hf", "vllm")
 EMBEDDING = "embed_tokens.weight"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -42,10 +42,15 @@ def write_export(
 ) -> dict[str, Any]:
     """Write and verify; the folder appears only when all checks passed. An existing export of ours is replaced.
 
-    ``sglang``: the weights a server reads. ``hf``: those and the embedding and tokenizer, so that the folder stands alone.
+    ``sglang``, ``vllm``: the weights a server reads. ``hf``: those and the embedding and tokenizer, so that the folder stands alone.
     Raises :class:`ExportError`; :class:`RunError` when the disk is full.
     """
     check_output(folder, export_format)
+    if export_format == "vllm" and architecture.name not in strategy.vllm_classes:
+        known = ", ".join(strategy.vllm_classes) or "none"
+        raise ExportError(
+            f"format=vllm: no class of vLLM is known for draft={architecture.name} strategy={strategy.name}. Served architectures: {known}."
+        )
     outer = strategy.outer_export(architecture, target, export_format)
     tensors = exported_tensors(model, outer, architecture, dtype)
     if export_format == "hf":

@@ -47,7 +47,12 @@ def extend_attention_cpu(
         if window > 0 and tree_mask is None:
             seen = seen & (keys > new - window)
         rows = req_to_token[request, :total].long()
-        o[start : start + n] = _attend(q[start : start + n], k_buffer[rows], v_buffer[rows], sm_scale, logit_cap, seen)
+        keys_values = k_buffer[rows], v_buffer[rows]
+        if q.shape[-1] != k_buffer.shape[-1]:  # a whole prompt of latent attention: the buffers hold the latent, the arguments the heads
+            if total != n:
+                raise NotImplementedError("heads of latent attention over a cached prefix")
+            keys_values = tuple(x[start : start + n].unflatten(-1, (q.shape[1], -1)) if x.dim() == 2 else x[start : start + n] for x in (k, v))
+        o[start : start + n] = _attend(q[start : start + n], *keys_values, sm_scale, logit_cap, seen)
 
 
 def decode_attention_cpu(

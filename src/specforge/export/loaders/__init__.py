@@ -1,0 +1,1 @@
+"""What serving engines read of an exported draft: one module a family, each with ``LOADERS``: serving class -> :class:`Loader`."""
