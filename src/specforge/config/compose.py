@@ -48,6 +48,7 @@ def compose(command: str, arguments: Sequence[str]) -> Composed | None:
         ConfigError: Hydra or OmegaConf refuses the command line or a YAML file; all unknown keys and options are named at once.
     """
     schema.register()
+    arguments = [a for a in arguments if a != "experiment=null"]  # none is the default, but Hydra takes no null for a group
     empty = [key for key, _, value in (a.partition("=") for a in arguments) if value == "null" and key in schema.GROUPS]
     if empty:
         raise ConfigError([f"{key}: null — every run needs one. Choose {key}=<option>; specforge --help lists them." for key in empty])
@@ -93,7 +94,7 @@ def _run_hydra(command: str, arguments: Sequence[str]) -> Composed | None:
 
     found: list[tuple[DictConfig, DictConfig]] = []
     try:
-        with _command_line(arguments):
+        with command_line(arguments):
             hydra_main(version_base=VERSION_BASE, config_path=str(config_dir()), config_name=command)(
                 lambda cfg: found.append((cfg, HydraConfig.get()))  # type: ignore[arg-type]
             )()
@@ -145,7 +146,7 @@ def to_plain(cfg: DictConfig) -> dict[str, Any]:
 
 
 @contextmanager
-def _command_line(arguments: Sequence[str]) -> Iterator[None]:
+def command_line(arguments: Sequence[str]) -> Iterator[None]:
     """Let ``hydra.main`` see ``arguments``, and raise its errors here rather than print them and leave."""
     argv, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     program = "specforge" if Path(argv[0]).name in ("__main__.py", "") or Path(argv[0]).suffix == ".py" else argv[0]

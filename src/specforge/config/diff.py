@@ -39,6 +39,43 @@ class Difference:
         return bool(self.choices or self.added or self.removed or self.changed)
 
 
+class _Absent:
+    """Stands for a key that a side does not have; no value of a configuration is equal to it."""
+
+    def __repr__(self) -> str:
+        return "(absent)"
+
+
+ABSENT = _Absent()
+
+
+@dataclass
+class Matrix:
+    """What differs between any number of sides: a key to one value a side, ``ABSENT`` where a side has no such key."""
+
+    labels: list[str]
+    choices: dict[str, list[Any]] = field(default_factory=dict)
+    values: dict[str, list[Any]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.choices or self.values)
+
+
+def compare_all(sides: Sequence[Side], ignore: Sequence[str] = DEFAULT_IGNORE) -> Matrix:
+    """Every option and key that is not the same in all ``sides``, in the order of the first side that has it."""
+    result = Matrix([side.label for side in sides])
+    if all(side.choices for side in sides):  # a plain YAML file does not say which options it was made of
+        result.choices = _differing([side.choices for side in sides], ignore)
+    result.values = _differing([side.leaves for side in sides], ignore)
+    return result
+
+
+def _differing(tables: Sequence[dict[str, Any]], ignore: Sequence[str]) -> dict[str, list[Any]]:
+    keys = dict.fromkeys(key for table in tables for key in table if not is_excluded(key, ignore))
+    rows = {key: [table.get(key, ABSENT) for table in tables] for key in keys}
+    return {key: row for key, row in rows.items() if not all(_same(row[0], value) for value in row[1:])}
+
+
 def compare(first: Side, second: Side, ignore: Sequence[str] = DEFAULT_IGNORE) -> Difference:
     """Everything that differs outside of the dotted prefixes ``ignore``."""
     result = Difference()

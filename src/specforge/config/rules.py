@@ -41,8 +41,23 @@ class Facts:
         return None
 
     @property
+    def remote(self) -> bool:
+        """Whether the run takes place on other machines, whose devices this one cannot look at."""
+        node = self.config.get("launcher")
+        if not isinstance(node, dict) or "_target_" not in node:
+            return False
+        return bool(getattr(component_class(node, self.config.get("plugins") or ()), "remote", False))
+
+    @property
     def world_size(self) -> int:
         """Processes of the training run; those that the launcher would start when their number is left open."""
+        if self.remote:
+            from specforge.launch.plan import world_size
+
+            try:
+                return world_size(self.config)
+            except ConfigError:
+                return 1  # ranks_can_be_placed says why
         processes = self.value("launcher.processes")
         if isinstance(processes, int):
             return processes
@@ -110,7 +125,7 @@ def violations(
 def enforce(config: dict[str, Any], choices: dict[str, str | None], target: TargetFacts | None, command: str = "train") -> list[str]:
     """Raise :class:`ConfigError` with all broken rules; return the warnings."""
     found = violations(config, choices, target, command)
-    errors = [v.message for v in found if v.severity == "error"]
+    errors = list(dict.fromkeys(v.message for v in found if v.severity == "error"))
     if errors:
         raise ConfigError(errors)
     return [v.message for v in found if v.severity == "warning"]
@@ -238,7 +253,7 @@ def _device_exists(facts: Facts) -> str | None:
     kind, _, index = device.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (index and not index.isdigit()):
         return f"device: {device!r} — allowed are auto, cpu, cuda and cuda:<number>. Set device=auto."
-    if kind != "cuda":
+    if kind != "cuda" or facts.remote:
         return None
     import torch
 
@@ -263,9 +278,13 @@ def _served_by_sglang(facts: Facts) -> str | None:
     node = facts.config.get("strategy")
     if not isinstance(node, dict) or "_target_" not in node:
         return None
-    served = getattr(component_class(node, facts.config.get("plugins") or ()), "serving_classes", {})
+    owner: Any = component_class(node, facts.config.get("plugins") or ())
+    served = getattr(owner, "serving_classes", {})
     if draft in served:
-        return None
+        if facts.target is None or not hasattr(owner, "serving_problems"):
+            return None
+        unread = owner.serving_problems(draft, facts.config["draft"], node)
+        return f"draft={draft} strategy={strategy}: export format=sglang will refuse this: {'; '.join(unread)}." if unread else None
     return (
         f"draft={draft} strategy={strategy}: trains and evaluates here, but is not a pair that SGLang is known to serve, "
         f"and export format=sglang refuses it. Architectures it serves with this strategy: {', '.join(served) or 'none'}."

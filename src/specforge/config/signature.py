@@ -29,7 +29,7 @@ EXTRAS: dict[str, str] = {
     "submitit": "slurm",
     "tensorboard": "track",
     "wandb": "track",
-    "plotly": "report",
+    "optuna": "optuna",
 }
 
 # Keys with a meaning of their own inside a component's node. `resolved_path` is added to the target by config.derive.
