@@ -19,7 +19,7 @@ import pytest
 from specforge import cli
 from specforge.config import freeze
 from specforge.errors import ConfigError, NumericalError, RunError
-from specforge.launch import frontend, sweep
+from specforge.launch import frontend
 
 SOURCE = str(Path(cli.__file__).resolve().parents[1])
 
@@ -286,9 +286,9 @@ def test_sweep_globs_over_the_users_own_folder(tmp_path: Path) -> None:
     from specforge.config.points import expand
 
     (tmp_path / "my" / "experiment").mkdir(parents=True)
-    for name in ("one", "two"):
+    for name in ("my_one", "my_two"):
         (tmp_path / "my" / "experiment" / f"{name}.yaml").write_text("# @package _global_\nseed: 1\n")
-    assert [p[0] for p in expand(["experiment=glob(*)"], [str(tmp_path / "my")])] == ["experiment=one", "experiment=two"]
+    assert [p[0] for p in expand(["experiment=glob(my_*)"], [str(tmp_path / "my")])] == ["experiment=my_one", "experiment=my_two"]
 
 
 def test_sweep_checks_every_point_before_the_first(tiny_target: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -303,11 +303,14 @@ def test_a_failing_point_stops_nothing(
 ) -> None:
     ran: list[dict[str, Any]] = []
 
-    def child(path: Path, run_dir: Path) -> int:
-        ran.append(freeze.read_config_file(path, run_dir))
-        return 3 if ran[-1]["seed"] == 1 else 0
+    def submit_many(self: Any, tasks: Any, changed: Any, folder: Path) -> list[int | None]:
+        for index, task in enumerate(tasks):
+            ran.append(freeze.read_config_file(task.config_file, task.run_dir))
+            code = 3 if ran[-1]["seed"] == 1 else 0
+            changed(index, "failed" if code else "done", code, "")
+        return [3, 0]
 
-    monkeypatch.setattr(sweep, "_run_child", child)
+    monkeypatch.setattr("specforge.launch.local.LocalLauncher.submit_many", submit_many)
     assert cli.main(["train", *tiny_target, "seed=1,2", "--multirun"]) == 1
     assert [config["seed"] for config in ran] == [1, 2]
     printed = capsys.readouterr().out

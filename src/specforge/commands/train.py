@@ -16,6 +16,7 @@ from specforge.evaluation.cache import held_out_batches
 from specforge.evaluation.evaluator import Evaluator
 from specforge.inference.engine_factory import build_engine, capture_dtype
 from specforge.inference.target_engine.base import TargetEngine
+from specforge.launch.outcome import clear_success, mark_success
 from specforge.runtime.data_plane.batch_plan import BatchPlan
 from specforge.runtime.data_plane.feature_loader import FeatureLoader
 from specforge.runtime.data_plane.feature_store import FeatureStore
@@ -59,6 +60,8 @@ def run_trainer(config: dict[str, Any], run_dir: Path, group: Group, device: tor
             pin=device.type == "cuda",
             total_steps=trainer.total_steps(plan.steps_per_epoch),
         )
+        if group.is_main:
+            clear_success(run_dir)
         result = trainer.fit(
             model=model,
             strategy=parts.strategy,
@@ -80,6 +83,8 @@ def run_trainer(config: dict[str, Any], run_dir: Path, group: Group, device: tor
             loader.close()
         sources.close()
         tracker.close()
+    if group.is_main and result.exit_code == 0:
+        mark_success(run_dir, step=result.step, stopped_by=result.stopped_by, seconds=round(result.seconds, 3))
     if result.best_checkpoint is not None:
         tell(f"best checkpoint: {result.best_checkpoint}")
     return result.exit_code
