@@ -61,6 +61,9 @@ def make_strategy() -> Callable[..., Eagle3]:
             "norm_before_fc": False,
             "norm_output": False,
             "norm_before_residual": False,
+            "loss": "soft_cross_entropy",
+            "kl_scale": 1.0,
+            "kl_decay": 3.0,
         }
         return Eagle3(**{**arguments, **changes})
 

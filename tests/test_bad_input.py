@@ -82,7 +82,7 @@ def features_copy(features: Path, tmp_path: Path) -> Path:
         (["strategy.aux_hidden_state_layer_ids=[-1,2]"], ["aux_hidden_state_layer_ids: [-1]", "ids 0 to 4"]),
         (["strategy.aux_hidden_state_layer_ids=[2,2]"], ["aux_hidden_state_layer_ids: [2, 2]", "only once"]),
         (["strategy.aux_hidden_state_layer_ids=[]"], ["aux_hidden_state_layer_ids: []", "at least one layer"]),
-        (["draft.num_layers=2"], ["draft.num_layers: 2", "Set draft.num_layers=1"]),
+        (["draft.num_layers=0"], ["draft.num_layers: 0", "greater than or equal to 1"]),
         (["draft.init_from=taget"], ["draft.init_from", "taget", "random, target, or a published draft"]),
         (["draft.num_heads=3", "draft.num_kv_heads=2"], ["draft.num_heads", "3", "draft.num_kv_heads", "2"]),
         (["draft.hidden_size=16"], ["draft.hidden_size: 16", "embedding of width 32"]),

@@ -162,7 +162,7 @@ def test_a_run_goes_on_with_another_loss_but_not_with_another_draft(at_place: Pa
         ("plugins=[]", "If you trust the package, name it: plugins=[gelu_draft]"),
         ("strategy.confidence_power=-1", "strategy.confidence_power: -1 — input should be greater than or equal to 0"),
         ("strategy.confidence_powr=1", "Did you mean 'strategy.confidence_power'?"),
-        ("draft.num_layers=2", "strategy confident_eagle3 trains one decoder layer"),
+        ("draft.hidden_size=16", "strategy confident_eagle3 reads the target's own embedding of width 32"),
     ],
 )
 def test_mistakes_are_answered_as_for_built_in_options(change: str, words: str, at_place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,7 +186,7 @@ def test_confidence_scales_the_loss_and_nothing_else(
     plain = make_strategy()
     strategy = confident.ConfidentEagle3(
         confidence_power=power, ttt_length=3, step_decay=0.8, draft_vocab_size=None, aux_hidden_state_layer_ids=[1, 2, 4], fc_norm=False,
-        norm_before_fc=False, norm_output=False, norm_before_residual=False,
+        norm_before_fc=False, norm_output=False, norm_before_residual=False, loss="soft_cross_entropy", kl_scale=1.0, kl_decay=3.0,
     )  # fmt: skip
     draft, batch = make_draft(plain), make_batch([[[0, 0, 1, 1, 1, 1, 1]], [[0, 1, 1, 1, 1]]], width=7)
     context = StepContext(step=0, total_steps=1, epoch=0, seed=0)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
-from torch import nn
 
-from specforge.modeling.target import TargetHead
-from specforge.ops.soft_cross_entropy import soft_cross_entropy
-from specforge.runtime.contracts import StepContext, StepOutput, TrainBatch
+from specforge.modeling.wiring.eagle3 import Eagle3Draft
 from specforge.training.strategies.eagle3 import Eagle3
 
 
@@ -36,6 +33,9 @@ class ConfidentEagle3(Eagle3):
         norm_before_fc: bool,
         norm_output: bool,
         norm_before_residual: bool,
+        loss: Literal["soft_cross_entropy", "lk_alpha", "lk_lambda"],
+        kl_scale: Annotated[float, Field(ge=0, le=1)],
+        kl_decay: Annotated[float, Field(ge=0)],
     ) -> None:
         super().__init__(
             ttt_length=ttt_length,
@@ -46,25 +46,13 @@ class ConfidentEagle3(Eagle3):
             norm_before_fc=norm_before_fc,
             norm_output=norm_output,
             norm_before_residual=norm_before_residual,
+            loss=loss,
+            kl_scale=kl_scale,
+            kl_decay=kl_decay,
         )
         self.confidence_power = confidence_power
 
-    def forward_loss(self, model: nn.Module, batch: TrainBatch, head: TargetHead, context: StepContext) -> StepOutput:
-        rows, draft = self._rows(model, batch, self.ttt_length)
-        teacher, label = self._teacher(draft, batch, head, rows)
+    def teacher_factor(self, draft: Eagle3Draft, teacher: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         # The one thing that is new. It depends on the row alone, never on the rest of the batch, so any cut of a batch agrees.
         confidence = torch.softmax(teacher.float(), dim=-1).amax(dim=-1) ** self.confidence_power
-        factor = confidence * draft.t2d[label]
-
-        def on_step(k: int, normed: torch.Tensor, head_weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            taught, weight = rows.teacher_rows[k], rows.weights[k]
-            loss, _, predicted = soft_cross_entropy(normed, head_weight, teacher, taught, weight * factor[taught])
-            correct = (predicted + draft.d2t[predicted] == label[taught]) & (weight > 0)
-            return loss, loss.detach(), correct.sum(), weight.sum()
-
-        steps = model(rows.inputs, on_step)
-        loss_sum = sum((self.step_decay**k * step[0] for k, step in enumerate(steps)), torch.zeros((), device=teacher.device))
-        step_loss, correct, count = (torch.stack([step[j].double() for step in steps]) for j in (1, 2, 3))
-        # The denominator stays that of EAGLE-3: it must not depend on the model or on the teacher's numbers.
-        weight_sum = rows.weights[0].sum().double()
-        return StepOutput(loss_sum, weight_sum, {"per_position_accuracy": (correct, count), "step_loss": (step_loss, count)})
+        return super().teacher_factor(draft, teacher, label) * confidence

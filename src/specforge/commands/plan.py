@@ -26,7 +26,9 @@ def show(ready: Ready) -> int:
     _print_choices(console, ready)
     _print_processes(console, ready, plan)
     _print_sizes(console, needs)
-    tight = too_large(needs, role.device, role.processes, Path(ready.config["output_dir"]).expanduser())
+    # Memory of this machine says nothing about the nodes of a cluster.
+    here = Estimate(disk=needs.disk) if plan.jobs else needs
+    tight = too_large(here, role.device, role.processes, Path(ready.config["output_dir"]).expanduser())
     for line in [*(f"note: {n}" for n in [*ready.notes, *needs.notes]), *(f"warning: {w}" for w in ready.warnings)]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     for line in tight:
@@ -81,9 +83,26 @@ def _print_choices(console: Any, ready: Ready) -> None:
 def _print_processes(console: Any, ready: Ready, plan: Plan) -> None:
     table = _table("processes", "role", "number", "device", "command")
     for role in plan.roles:
-        command = "this process" if plan.in_process else " ".join(next(p.command for p in plan.processes if p.role == role.role))
+        command = (
+            "this process"
+            if plan.in_process and not plan.jobs
+            else " ".join(next(p.command for p in plan.processes if p.role == role.role))
+        )
         _row(table, role.role, str(role.processes), role.device, command)
     console.print(table)
+    if plan.jobs:
+        jobs = _table("SLURM jobs", "job", "number", "nodes", "tasks a node", "GPUs a node", "time", "partition")
+        for job in plan.jobs:
+            cells = (
+                job.instances,
+                job.nodes,
+                job.tasks_per_node,
+                job.gpus_per_node,
+                job.settings["time"],
+                job.settings["partition"] or "default",
+            )
+            _row(jobs, job.name, *map(str, cells))
+        console.print(jobs)
     folder = f"{ready.config['output_dir']}/{ready.config['name']}/<time>-<hash>" if ready.run_dir is None else str(ready.run_dir)
     console.print(f"run folder: {folder}", markup=False, highlight=False)
 
