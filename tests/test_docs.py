@@ -134,7 +134,7 @@ def test_command_composes_and_checks(command: Command, at_workplace: Path, capsy
         bench._parser().parse_args(rest)
     elif word == "doctor":
         assert set(rest) <= {"--json"}
-    elif word == "diff" or any(flag in rest for flag in ("--cfg", "--info", "--help")):
+    elif word in ("diff", "status") or any(flag in rest for flag in ("--cfg", "--info", "--help")):
         assert cli.main(command.words) in ((0, 1) if word == "diff" else (0,))
         assert capsys.readouterr().out.strip()
     else:
@@ -147,9 +147,10 @@ def test_command_on_a_run_composes_and_checks(command: Command, at_workplace: Pa
     assert any("outputs/" in word for word in command.words), "only commands on a run belong below the comment"
     words = [re.sub(r"outputs/[\w-]+/[\w-]+", str(at_workplace / "run"), word) for word in command.words]
     word, rest = cli.split_command(words)
-    if word == "diff":
+    if word in ("diff", "report", "status", "stop"):
         assert cli.main(words) in (0, 1)
-        assert capsys.readouterr().out.strip()
+        shown = capsys.readouterr()
+        assert (shown.err if word == "stop" else shown.out).strip()
         return
     run = run_argument(rest)
     assert run is not None

@@ -25,7 +25,7 @@ HYDRA_COMMANDS: dict[str, str] = {
     "export": "export",
     "plan": "train",
 }
-PLAIN_COMMANDS = ("bench", "diff", "doctor")
+PLAIN_COMMANDS = ("bench", "diff", "doctor", "report", "status", "stop")
 COMMANDS = (*HYDRA_COMMANDS, *PLAIN_COMMANDS)
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _UNUSABLE_PATH = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG}

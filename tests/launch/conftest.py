@@ -1,8 +1,8 @@
-"""The toy run of tests/training is the program that the launched ranks run."""
+"""The toy run of tests/training is the program that the launched ranks run; cluster_parts.py here has the plug-ins of the cluster tests."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "training"))
+sys.path[:0] = [str(Path(__file__).parent.parent / "training"), str(Path(__file__).parent)]

@@ -17,7 +17,7 @@ import toy_substrate
 from safetensors.torch import load_file
 
 from specforge.errors import ConfigError, RunError
-from specforge.launch import worker
+from specforge.launch import roles, worker
 from specforge.launch.local import free_port, new_attempt_folder, start, tail
 from specforge.launch.plan import Plan, ProcessPlan, RolePlan
 
@@ -190,7 +190,7 @@ def test_one_process_runs_in_place_with_group_device_and_seed(tmp_path, monkeypa
     module = type(sys)("toy_role")
     module.run_trainer = run_trainer
     monkeypatch.setitem(sys.modules, "toy_role", module)
-    monkeypatch.setitem(worker.ROLES, "trainer", "toy_role:run_trainer")
+    monkeypatch.setattr(roles, "TRAINER_ROLE", roles.Role("trainer", "toy_role:run_trainer", leads=True))
     assert start(toy_plan(1), tmp_path) == 5
     assert seen["pid"] == os.getpid() and seen["world"] == 1 and seen["device"] == "cpu" and seen["config"]["name"] == "toy"
     torch.manual_seed(3)

@@ -37,7 +37,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "gpu": (("triton",), "fused kernels"),
     "slurm": (("submitit",), "launcher=slurm"),
     "track": (("tensorboard", "wandb"), "trackers"),
-    "report": (("plotly",), "HTML reports"),
+    "optuna": (("hydra-optuna-sweeper",), "hydra/sweeper=optuna"),
 }
 Status = Literal["ok", "missing", "wrong", "info"]
 

@@ -55,7 +55,7 @@ def compose_from_run(command: str, arguments: Sequence[str], run: str) -> Compos
     fresh = compose(command, [*flags, *groups])
     assert fresh is not None
     config = _base(fresh, frozen, command)
-    choices = dict(frozen["choices"])
+    choices = {**frozen["choices"], **({} if command == "train" else {group: fresh.choices.get(group) for group in _OF_TRAINING})}
     for line in groups:
         group = line.partition("=")[0].lstrip("+")
         config[group], choices[group] = fresh.config[group], fresh.choices[group]
@@ -86,11 +86,16 @@ def config_dirs(arguments: Sequence[str]) -> list[str]:
     return [str(Path(b).absolute()) for a, b in zip(arguments, arguments[1:], strict=False) if a in ("--config-dir", "-cd")]
 
 
+# What only a continued training takes from its run: nobody expects `export` to wait in a queue because training did.
+_OF_TRAINING = ("launcher",)
+
+
 def _base(fresh: Composed, frozen: dict[str, Any], command: str) -> dict[str, Any]:
     """Frozen values under the keys that this command has; its own keys as composed."""
     root = schema.SCHEMAS[command].__dataclass_fields__
     own = [k for k in root if k not in schema.Root.__dataclass_fields__]
-    values = {k: v for k, v in frozen.items() if k not in _BOOKKEEPING and k in root and k not in own}
+    left_out = own if command == "train" else [*own, *_OF_TRAINING]
+    values = {k: v for k, v in frozen.items() if k not in _BOOKKEEPING and k in root and k not in left_out}
     return copy.deepcopy({**fresh.config, **values})
 
 

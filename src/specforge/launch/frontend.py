@@ -25,6 +25,7 @@ from specforge.config.rules import enforce
 from specforge.config.schema import GROUPS, SCHEMAS
 from specforge.config.undo import undone_when_refused
 from specforge.errors import ConfigError, SpecForgeError
+from specforge.launch.outcome import mark_success
 
 if TYPE_CHECKING:
     from specforge.modeling.target_facts import TargetFacts
@@ -155,22 +156,43 @@ def execute(ready: Ready) -> int:
     if ready.command in EPHEMERAL:
         with tempfile.TemporaryDirectory(prefix="specforge-") as scratch:
             return command_module(ready.command).run(ready.config, Path(scratch))
-    with contextlib.ExitStack() as held:
+    remote = launches_elsewhere(ready.config)
+    with contextlib.ExitStack() as held, contextlib.ExitStack() as guard:
         continued = ready.run_dir is not None and ready.command == "train"
-        if continued:  # before its files are written: another process may be at work in it
-            held.enter_context(freeze.lock(ready.run_dir))  # type: ignore[arg-type]
+        if continued:  # before its files are written: another process may be at work in it, here or as a job
+            from specforge.launch.slurm import require_free
+
+            require_free(ready.run_dir)  # type: ignore[arg-type]
+            guard.enter_context(freeze.lock(ready.run_dir))  # type: ignore[arg-type]
         undo = held.enter_context(undone_when_refused(ready.run_dir, report))
         undo.made = run_dir, path = freeze_ready(ready)
         report(f"run folder {shown(run_dir)}")
+        if remote:
+            guard.close()  # the job takes the lock, where it runs
         return run_frozen(path, run_dir, locked=continued)
 
 
+def launches_elsewhere(config: dict[str, Any]) -> bool:
+    """Whether the launcher starts runs on other machines."""
+    return bool(getattr(component_class(config["launcher"], config.get("plugins") or ()), "remote", False))
+
+
 def run_frozen(path: Path, run_dir: Path, *, locked: bool = False) -> int:
-    """Run what a frozen configuration file says, in ``run_dir``; ``locked`` when the caller holds the run folder's lock.
+    """Run or submit what a frozen configuration file says, in ``run_dir``; ``locked`` when the caller holds the run folder's lock.
 
     Raises:
         Interrupted: Ctrl-C; the message says what is kept and how to go on.
     """
+    config = freeze.read_config_file(path, run_dir)
+    if launches_elsewhere(config):
+        from specforge.launch.base import Task, open_launcher
+
+        return open_launcher(config).start(Task(path, run_dir))
+    return run_here(path, run_dir, locked=locked)
+
+
+def run_here(path: Path, run_dir: Path, *, locked: bool = False) -> int:
+    """As :func:`run_frozen`, on this machine whatever the launcher is: what a job does with its command."""
     config = freeze.read_config_file(path, run_dir)
     command = config["command"]
     try:
@@ -179,7 +201,10 @@ def run_frozen(path: Path, run_dir: Path, *, locked: bool = False) -> int:
                 import torch
 
                 torch.set_num_threads(int(config["num_threads"]))
-            return command_module(command).run(config, run_dir)
+            code = int(command_module(command).run(config, run_dir))
+            if code == 0 and path.parent == run_dir:  # training says so by itself, in every launcher
+                mark_success(run_dir)
+            return code
         with contextlib.nullcontext() if locked else freeze.lock(run_dir):
             return _train(config, run_dir)
     except KeyboardInterrupt:

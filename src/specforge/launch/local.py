@@ -10,15 +10,20 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO, Annotated, Any
+from typing import IO, Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from specforge.config import freeze
 from specforge.errors import ConfigError, NumericalError, RunError
-from specforge.launch.plan import Plan, ProcessPlan, command_of
+from specforge.launch import rendezvous
+from specforge.launch.base import Changed, Launcher, Task
+from specforge.launch.local_pool import Pool, Slot, slots
+from specforge.launch.plan import Plan, ProcessPlan, command_of, device_type, log_name, visible_gpus
 from specforge.launch.worker import PARENT_VARIABLE, run_role
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
@@ -27,12 +32,46 @@ ORDERLY = {0, *(128 + number for number in FORWARDED)}
 TAIL_LINES = 20
 
 
-class LocalLauncher:
-    """The numbers of ``conf/launcher/local.yaml``; :func:`start` reads them from the plan."""
+class LocalLauncher(Launcher):
+    """The numbers of ``conf/launcher/local.yaml``, where each is explained; :func:`start` reads those of a run from the plan."""
 
-    def __init__(self, *, processes: Annotated[int, Field(ge=1)] | None, grace_seconds: Annotated[float, Field(ge=0)]) -> None:
+    remote: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        *,
+        processes: Annotated[int, Field(ge=1)] | None,
+        parallel: Annotated[int, Field(ge=1)] | None,
+        grace_seconds: Annotated[float, Field(ge=0)],
+    ) -> None:
         self.processes = processes
+        self.parallel = parallel
         self.grace_seconds = grace_seconds
+
+    def submit_many(self, tasks: Sequence[Task], changed: Changed, folder: Path) -> list[int | None]:
+        return Pool(tasks, self.slots_for(tasks), changed).run()
+
+    def slots_for(self, tasks: Sequence[Task]) -> list[Slot]:
+        """The parts of this machine for runs side by side; never more than there are runs, so that none lies idle."""
+        configs = [freeze.read_config_file(task.config_file, task.run_dir) for task in tasks]
+        gpus = visible_gpus()
+        devices = {str(config["device"]) for config in configs}
+        on_gpu = any(device_type(device, gpus) == "cuda" for device in devices)
+        if on_gpu and (self.parallel or 1) > 1 and any(":" in device for device in devices):
+            raise ConfigError(
+                "launcher.parallel: runs side by side get GPUs of their own, so device must not name one. Use device=auto, or choose "
+                "the GPUs with CUDA_VISIBLE_DEVICES."
+            )
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        wanted = None if self.parallel is None else min(self.parallel, len(tasks))
+        if any(":" in device for device in devices):
+            return slots(1, None, 1 if on_gpu else 0, cores, os.environ)
+        return slots(wanted, self.processes, gpus if on_gpu else 0, cores, os.environ)[: len(tasks)]
+
+    def start(self, task: Task) -> int:
+        from specforge.launch.frontend import run_here
+
+        return run_here(task.config_file, task.run_dir)
 
 
 def start(plan: Plan, run_dir: Path) -> int:
@@ -51,10 +90,12 @@ class _Rank:
     process: subprocess.Popen[bytes]
     log: Path
     pump: threading.Thread
+    leads: bool
 
     @property
     def name(self) -> str:
-        return f"{self.plan.role} rank {self.plan.rank}"
+        instance = f" {self.plan.instance}" if self.plan.instance else ""
+        return f"{self.plan.role}{instance} rank {self.plan.rank}"
 
 
 class _Supervisor:
@@ -68,8 +109,11 @@ class _Supervisor:
     def run(self) -> int:
         previous = {number: signal.signal(number, self._forward) for number in FORWARDED} if _in_main_thread() else {}
         try:
-            port = str(free_port())
+            if len(self.plan.roles) > 1:
+                rendezvous.forget(self.run_dir)
+            ports: dict[tuple[str, int], str] = {}  # one meeting point a group of ranks
             for process in self.plan.processes:
+                port = ports.setdefault((process.role, process.instance), str(free_port()))
                 self.ranks.append(self._start(process, port))
             return self._watch()
         finally:
@@ -88,12 +132,13 @@ class _Supervisor:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        log = self.folder / f"rank_{plan.rank}.log"
-        echo = sys.stderr if plan.rank == 0 else None
+        leads = plan.role == self.plan.roles[0].role
+        log = self.folder / log_name(plan.role, plan.instance, plan.rank)
+        echo = sys.stderr if leads and plan.rank == 0 else None
         assert process.stdout is not None
         pump = threading.Thread(target=_pump, args=(process.stdout, log, echo), daemon=True)
         pump.start()
-        return _Rank(plan, process, log, pump)
+        return _Rank(plan, process, log, pump, leads)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         self.signals.append(number)
@@ -108,10 +153,13 @@ class _Supervisor:
             failed = [rank for rank, code in zip(self.ranks, codes, strict=True) if code is not None and code not in ORDERLY]
             if failed:
                 return self._fail(failed)
-            if all(code is not None for code in codes):
+            leading = [code for rank, code in zip(self.ranks, codes, strict=True) if rank.leads]
+            if all(code is not None for code in leading):
+                # The leader has ended the attempt: the other roles leave by themselves, or are ended after a while.
+                self._end_all(self.plan.grace_seconds, ask=False)
                 for rank in self.ranks:
                     rank.pump.join(5.0)
-                return max(code for code in codes if code is not None)
+                return max(code for code in leading if code is not None)
             time.sleep(0.05)
 
     def _fail(self, failed: list[_Rank]) -> int:
@@ -134,10 +182,10 @@ class _Supervisor:
             error.exit_code = code
         raise error
 
-    def _end_all(self, grace_seconds: float) -> None:
-        """SIGTERM to every rank that lives, then SIGKILL to its whole process group; reaps all."""
+    def _end_all(self, grace_seconds: float, ask: bool = True) -> None:
+        """SIGTERM to every rank that lives (if they have to be asked), then SIGKILL to its whole process group; reaps all."""
         living = [rank for rank in self.ranks if rank.process.poll() is None]
-        for rank in living:
+        for rank in living if ask else ():
             _signal_group(rank, signal.SIGTERM)
         deadline = time.monotonic() + grace_seconds
         while living and time.monotonic() < deadline:

@@ -2,6 +2,7 @@
 
     python -m specforge.launch.worker --run-dir outputs/<name>/<run>
     torchrun --nproc-per-node 8 -m specforge.launch.worker --run-dir outputs/<name>/<run>
+    srun --ntasks-per-node 8 python -m specforge.launch.worker --run-dir outputs/<name>/<run>
 
 It never composes a configuration, so nothing that changes in conf/ after the start can reach a run.
 """
@@ -9,6 +10,7 @@ It never composes a configuration, so nothing that changes in conf/ after the st
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import os
 import random
@@ -19,30 +21,36 @@ from pathlib import Path
 from typing import Any
 
 from specforge.errors import ConfigError, SpecForgeError
-from specforge.launch.env import RankFacts, rank_facts
-from specforge.launch.plan import TRAINER, device_type, visible_gpus
+from specforge.launch.env import RankFacts, rank_facts, task_facts
+from specforge.launch.plan import device_type, visible_gpus
+from specforge.launch.roles import TRAINER, role_named, roles_of
 
-# Role -> the function that does its work: (config, run_dir, group, device) -> exit code.
-ROLES = {TRAINER: "specforge.commands.train:run_trainer"}
 PARENT_VARIABLE = "SPECFORGE_PARENT_PID"
 
 
-def run_role(run_dir: Path, role: str = TRAINER, environ: Mapping[str, str] = os.environ) -> int:
-    """Set up this rank (threads, device, seed, group), run the role, leave the group; returns the exit code."""
+def run_role(run_dir: Path, role: str = TRAINER, facts: RankFacts | None = None, instance: int = 0) -> int:
+    """Set up this rank (threads, device, seed, group), run the role, leave the group; returns the exit code.
+
+    ``facts`` null reads torchrun's variables from the environment, or is alone.
+    """
     from specforge.config.freeze import read_config
     from specforge.distributed.groups import open_group
 
-    if role not in ROLES:
-        raise ConfigError(f"--role: {role!r} is not known. Allowed: {', '.join(ROLES)}.")
     config = read_config(run_dir)
-    facts = rank_facts(environ)
-    device = choose_device(config["device"], facts)
+    chosen = role_named(config, role)
+    facts = rank_facts(os.environ) if facts is None else facts
+    device = choose_device(chosen.device or config["device"], facts)
     set_threads(config["num_threads"], facts, device.type)
     set_seed(config["seed"])
+    module, function = chosen.run.split(":")
+    work = functools.partial(getattr(importlib.import_module(module), function), config, run_dir)
     group = open_group(facts, device, config["parallel"]["timeout_minutes"])
     try:
-        module, function = ROLES[role].split(":")
-        return int(getattr(importlib.import_module(module), function)(config, run_dir, group, device))
+        if len(roles_of(config)) == 1:
+            return int(work(group, device))
+        from specforge.launch.membership import work_together
+
+        return work_together(lambda: int(work(group, device)), run_dir, chosen, roles_of(config)[0], instance, group)
     finally:
         group.close()
 
@@ -55,6 +63,8 @@ def choose_device(configured: str, facts: RankFacts) -> Any:
     if device_type(configured, gpus) == "cpu":
         return torch.device("cpu")
     index = int(configured.split(":")[1]) if ":" in configured else facts.local_rank
+    if facts.source == "slurm" and gpus == 1:
+        index = 0  # a cluster may show each task its own GPU only
     if index >= gpus:
         raise ConfigError(f"device: rank {facts.rank} needs cuda:{index}, and torch sees {gpus} CUDA devices. Lower launcher.processes.")
     device = torch.device("cuda", index)
@@ -98,11 +108,12 @@ def end_with_parent(environ: Mapping[str, str] = os.environ) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m specforge.launch.worker", description="Run one rank of a frozen run folder.")
     parser.add_argument("--run-dir", type=Path, required=True, help="a run folder with config.yaml")
-    parser.add_argument("--role", default=TRAINER, choices=sorted(ROLES))
+    parser.add_argument("--role", default=TRAINER, help="which kind of process of the run this is")
+    parser.add_argument("--instance", type=int, default=0, help="number of this instance of a role that has several")
     options = parser.parse_args(arguments)
     end_with_parent()
     try:
-        return run_role(options.run_dir, options.role)
+        return run_role(options.run_dir, options.role, task_facts(os.environ), options.instance)
     except SpecForgeError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code

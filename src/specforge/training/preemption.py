@@ -1,13 +1,15 @@
 """Stopping politely: a signal sets a flag, the ranks agree at a step boundary, the trainer saves and leaves.
 
 SIGTERM and SIGUSR2 come from a cluster (the latter before a time limit), SIGINT from Ctrl-C. A second signal ends the process at
-once, for the user who does not want to wait for a save.
+once, for the user who does not want to wait for a save. SLURM says the same thing twice within a moment (SIGTERM to the step and to the
+job, or SIGUSR2 and then SIGTERM when it preempts): inside of a job, what comes in the first seconds is one request.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from types import FrameType
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 from specforge.distributed.groups import Group
 
 WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
+SETTLE_SECONDS = 5.0
 
 
 class StopSignals:
@@ -24,8 +27,10 @@ class StopSignals:
     Outside the main thread Python cannot install handlers: the context then watches nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, settle_seconds: float | None = None) -> None:
         self.received = 0  # the signal's number, 0 for none
+        self._settle = (SETTLE_SECONDS if "SLURM_JOB_ID" in os.environ else 0.0) if settle_seconds is None else settle_seconds
+        self._first = 0.0
         self._previous: dict[int, Any] = {}
         self._pid = os.getpid()
 
@@ -47,12 +52,14 @@ class StopSignals:
         self._previous.clear()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received and os.getpid() == self._pid and number != signal.SIGINT and time.monotonic() - self._first < self._settle:
+            return
         if self.received or os.getpid() != self._pid:
             # A second signal, or a forked child that inherited the handler: do what the signal does by default.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        self.received = number
+        self.received, self._first = number, time.monotonic()
 
 
 def agree(signals: StopSignals, group: Group, device: torch.device) -> int:
