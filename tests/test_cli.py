@@ -330,7 +330,7 @@ def test_help_is_fast_and_reads_well() -> None:
     done = specforge("--help")
     took = time.perf_counter() - start
     assert done.returncode == 0 and done.stderr == ""
-    for words in ("specforge [COMMAND]", "show-sample", "strategy: eagle3, eagle3_1", "--config-dir", "specforge -m"):
+    for words in ("specforge [COMMAND]", "show-sample", "strategy: dflash, domino, dpace, dspark, eagle3, eagle3_1, peagle", "--config-dir", "specforge -m"):
         assert words in done.stdout
     assert took < 4, "the promise is 2 s on a machine of its own"
 

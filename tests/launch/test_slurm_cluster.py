@@ -30,11 +30,11 @@ pytestmark = [
 ]
 
 HERE = Path(__file__).parent
-# 60 steps, a checkpoint each 20; while its file is there a run stands still after some steps.
-PACE = ["trainer.epochs=20", "trainer.global_batch_size=4", "trainer.eval_every=60", "trainer.save_every=20", "trainer.log_every=1",
+# 24 steps, a checkpoint each 10; while its file is there a run stands still after some steps.
+PACE = ["trainer.epochs=8", "trainer.global_batch_size=4", "trainer.eval_every=24", "trainer.save_every=10", "trainer.log_every=1",
         "scheduler=constant", "scheduler._target_=cluster_parts.Paced", "plugins=[cluster_parts]"]  # fmt: skip
-# The lost one goes on from its checkpoint of step 20, the others from the step that they were held at.
-HELD_AT = {"timed": 5, "requeued": 3, "preempted": 4, "lost": 22}
+# The lost one goes on from its checkpoint of step 10, the others from the step that they were held at.
+HELD_AT = {"timed": 5, "requeued": 3, "preempted": 4, "lost": 12}
 TIMES = ("seconds", "steps_per_second", "tokens_per_second")
 
 
@@ -212,10 +212,10 @@ def test_a_run_that_was_cut_off_ends_as_if_it_had_not_been(name: str, disturbed:
     assert ended is not None and ended.exit_code == 0 and ended.restarts >= 1 and ended.job == job_of(run_dir)
     first, second = (run_dir / "logs" / f"{ended.job}.{k}" / "rank_0.log" for k in (ended.restarts - 1, ended.restarts))
     assert first.exists() and "resumed from" in second.read_text()
-    step = 20 if name == "lost" else HELD_AT[name] + 1
-    assert f"step_{step:07d}: step {step} of 60" in second.read_text()
+    step = 10 if name == "lost" else HELD_AT[name] + 1
+    assert f"step_{step:07d}: step {step} of 24" in second.read_text()
     if name != "lost":
-        assert f"stopped by a signal at step {step} of 60" in first.read_text()
+        assert f"stopped by a signal at step {step} of 24" in first.read_text()
 
 
 # -- jobs that nobody cuts off, and two that somebody stops -----------------------------------------------------------------------
@@ -269,7 +269,7 @@ def together(cut_off: dict[str, Path], cluster: Cluster) -> dict[str, Any]:
 
 def test_two_nodes_equal_one_process_and_wait_gives_its_output(together: dict[str, Any], cluster: Cluster, reference: Path) -> None:
     pair = together["pair"]
-    assert pair.code == 0 and "is running" in pair.err and "step 60/60" in pair.err, pair.err
+    assert pair.code == 0 and "is running" in pair.err and "step 24/24" in pair.err, pair.err
     run_dir = cluster.folder / pair.run_dir
     ours, theirs = load_file(weight_file(run_dir)), load_file(weight_file(reference))
     for name in theirs:

@@ -60,8 +60,6 @@ def run_trainer(config: dict[str, Any], run_dir: Path, group: Group, device: tor
             pin=device.type == "cuda",
             total_steps=trainer.total_steps(plan.steps_per_epoch),
         )
-        if group.is_main:
-            clear_success(run_dir)
         result = trainer.fit(
             model=model,
             strategy=parts.strategy,
@@ -77,6 +75,8 @@ def run_trainer(config: dict[str, Any], run_dir: Path, group: Group, device: tor
             tracker=tracker,
             group=group,
             device=device,
+            # Not before: a continuation that is refused leaves the folder as it was.
+            on_start=(lambda: clear_success(run_dir)) if group.is_main else None,
         )
     finally:
         if loader is not None:

@@ -221,8 +221,14 @@ def unknown_key_message(key: str, known: Sequence[str]) -> str:
 
 def did_you_mean(word: str, known: Sequence[str], prefix: str = "") -> str:
     """`` Did you mean 'x'?`` for the nearest known word, or an empty string."""
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f" Did you mean '{prefix}{near[0]}'?" if near else ""
+    near = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
+    if not near:
+        return ""
+
+    def likeness(candidate: str) -> tuple[float, int]:  # of equally near words the one that begins alike
+        return difflib.SequenceMatcher(None, candidate, word).ratio(), len(os.path.commonprefix([candidate, word]))
+
+    return f" Did you mean '{prefix}{max(near, key=likeness)}'?"
 
 
 def _yaml_or_value(text: str, cause: OmegaConfBaseException) -> str:

@@ -96,18 +96,22 @@ class Trainer:
         group: Group,
         device: torch.device,
         on_checkpoint: Callable[[int], None] | None = None,
+        on_start: Callable[[], None] | None = None,
     ) -> TrainResult:
         """Train until the last step, the time limit or a signal. Collective: every rank calls it with the same configuration.
 
         ``evaluator`` is called on every rank; its dict (rank 0's counts) should hold ``walk_accept_length``, by which the best
         checkpoint is chosen. ``on_checkpoint(step)`` is called once the steps before and including ``step`` are durable, on every
-        rank. Raises :class:`NumericalError`, :class:`CheckpointError` or :class:`RunError`; the last checkpoint is then intact.
+        rank; ``on_start`` once an earlier state, if there is one, was accepted. Raises :class:`NumericalError`,
+        :class:`CheckpointError` or :class:`RunError`; the last checkpoint is then intact.
         """
         model = backend.prepare(model, group, optimizer, self.resolve_dtype(device))
         run = Session(
             self, model, backend, evaluator, checkpoints, tracker, group, steps_per_epoch, self.total_steps(steps_per_epoch), on_checkpoint
         )
         run.start()
+        if on_start is not None:
+            on_start()
         if run.finished or run.out_of_time:
             return run.result(0)
 
